@@ -1,0 +1,1 @@
+"""How other libraries' arrays come in and go out; each module imports only its own library."""

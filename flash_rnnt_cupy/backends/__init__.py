@@ -1,0 +1,103 @@
+"""What a backend is, and the choice between them.
+
+A backend is a record of stage functions. Every backend's stages have the signatures written here; they take
+the backend's own `Call` (the problem's arrays and lengths, made ready once by ``begin``), a tile, and
+buffers, and write into the buffers. ``Any`` stands for the backend's own array type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flash_rnnt_cupy.errors import BackendUnavailableError, InputError
+from flash_rnnt_cupy.plan import Plan, Rows, Tile
+from flash_rnnt_cupy.plan.device import DeviceFacts
+from flash_rnnt_cupy.problem import Inputs, Problem
+
+Buffer = Any
+Call = Any
+Allocate = Callable[[tuple[int, ...], str], Buffer]  # shape, dtype -> uninitialised memory
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Numbers kept per node, in node order.
+
+    column_cn     [C, N]  log-probability of each column; after ``posteriors`` its posterior, in place
+    normalizer_gn [G, N]  log-sum-exp of each softmax group          None where no gradient is wanted
+    alpha_n       [N]     log of the mass that reaches the node      likewise
+    """
+
+    column_cn: Buffer
+    normalizer_gn: Buffer | None
+    alpha_n: Buffer | None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The stages, in the order in which `pipeline` runs them.
+
+    allocate(shape, dtype)                         the backend's own memory; callers may inject another's
+    begin(plan, inputs, allocate) -> call
+    joint_forward(call, tile, hidden)              hidden[r] = dropout(activation(e[t] + p[u]))
+    product(call, hidden, logits, n_rows)          logits = hidden weight^T
+    normalize_forward(call, tile, logits, lattice) columns and normalizers of the tile's nodes; adds the bias
+    sum_alignments(call, lattice, log_likelihood)  alpha; log_likelihood [B] float64
+    losses(call, log_likelihood) -> losses         [B], in the problem's loss dtype
+    posteriors(call, lattice, log_likelihood)      columns -> posteriors, FastEmit weight included
+    select_rows(call, lattice) -> rows, dropped    rows above min_occupancy, posterior mass of the others
+    start_backward(call, rows, grad_losses) -> call   the same call over these rows, with upstream gradients [B]
+    normalize_backward(call, tile, logits, lattice, grad_logits, grad_bias)
+                                                   grad_logits may be logits; grad_bias None or added to
+    product_weight(call, grad_logits, hidden, n_rows, grad_weight, product)   grad_weight += grad_logits^T hidden
+    product_hidden(call, grad_logits, hidden, n_rows)                         hidden = grad_logits weight
+    joint_backward(call, tile, grad_hidden, grad_encoder, grad_predictor)     sums over u and over t, added to
+    fill_zero(buffer)                              before sums
+    finish(call, sums, gradient)                   sums to the gradient's dtype; both may be one buffer
+    """
+
+    name: str
+    facts: DeviceFacts
+    supports: Callable[[Problem], tuple[str, ...]]  # reasons against; empty: it can
+    allocate: Allocate
+    begin: Callable[[Plan, Inputs, Allocate], Call]
+    joint_forward: Callable[[Call, Tile, Buffer], None]
+    product: Callable[[Call, Buffer, Buffer, int], None]
+    normalize_forward: Callable[[Call, Tile, Buffer, Lattice], None]
+    sum_alignments: Callable[[Call, Lattice, Buffer], None]
+    losses: Callable[[Call, Buffer], Buffer]
+    posteriors: Callable[[Call, Lattice, Buffer], None]
+    select_rows: Callable[[Call, Lattice], tuple[Rows, float]]
+    start_backward: Callable[[Call, Rows, Buffer], Call]
+    normalize_backward: Callable[[Call, Tile, Buffer, Lattice, Buffer, Buffer | None], None]
+    product_weight: Callable[[Call, Buffer, Buffer, int, Buffer, Buffer | None], None]
+    product_hidden: Callable[[Call, Buffer, Buffer, int], None]
+    joint_backward: Callable[[Call, Tile, Buffer, Buffer | None, Buffer | None], None]
+    fill_zero: Callable[[Buffer], None]
+    finish: Callable[[Call, Buffer, Buffer], None]
+
+
+NAMES = ("numpy",)
+
+
+def load(name: str) -> Backend:
+    """The backend of that name; imports what it needs."""
+    if name == "numpy":
+        from flash_rnnt_cupy.backends.numpy_cpu import BACKEND  # noqa: PLC0415  backends load on demand
+
+        return BACKEND
+    raise InputError("backend", f"one of auto, {', '.join(NAMES)}", repr(name))
+
+
+def choose(requested: str, problem: Problem) -> Backend:
+    """The first backend that can do the problem, or the requested one; the error says why none can."""
+    refusals = []
+    for name in NAMES if requested == "auto" else (requested,):
+        backend = load(name)
+        reasons = backend.supports(problem)
+        if not reasons:
+            return backend
+        refusals.append(f"{name}: {'; '.join(reasons)}")
+    raise BackendUnavailableError(f"no backend for {problem}. " + " | ".join(refusals))

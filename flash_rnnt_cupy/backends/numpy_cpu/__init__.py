@@ -1,0 +1,103 @@
+"""The NumPy backend: the same stages and tiles as on a GPU, for machines without one and for tests.
+
+float16 and bfloat16 inputs are widened to float32 tile by tile; losses and gradients come from float32
+products (float64 for float64 inputs) and a float64 recursion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from flash_rnnt_cupy.backends import Allocate, Backend
+from flash_rnnt_cupy.backends.numpy_cpu import joint, normalize, products, recursion, select
+from flash_rnnt_cupy.backends.numpy_cpu.call import SCRATCH_BYTES, Array, NumpyCall
+from flash_rnnt_cupy.plan import DeviceFacts, Plan, Rows
+from flash_rnnt_cupy.problem import Form, Inputs, Problem
+
+FACTS = DeviceFacts(
+    name="CPU (NumPy)",
+    tile_bytes=32 << 20,
+    half_products=False,
+    adds_products=False,
+    alpha_dtype="float64",
+    scratch_bytes=12 * SCRATCH_BYTES,
+    frontier_arrays=recursion.FRONTIER_ARRAYS,
+)
+
+
+def allocate(shape: tuple[int, ...], dtype: str) -> Array:
+    """Uninitialised memory; ``bfloat16`` needs ml_dtypes."""
+    return np.empty(shape, numpy_dtype(dtype))
+
+
+def numpy_dtype(name: Any) -> np.dtype[Any]:
+    """The NumPy dtype of that name."""
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: PLC0415  only those who use bfloat16 need it
+
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+def _supports(problem: Problem) -> tuple[str, ...]:
+    del problem
+    return ()
+
+
+def _begin(plan: Plan, inputs: Inputs, take: Allocate) -> NumpyCall:
+    """Widens the weight, if the products need it wider."""
+    weight = inputs.weight
+    if plan.problem.form is Form.JOINT and "weight as multiplied" in plan.account:
+        part = plan.account["weight as multiplied"]
+        weight = take(part.shape, part.dtype)
+        weight[...] = inputs.weight
+    return NumpyCall(plan.problem, plan.rows, inputs, weight)
+
+
+def _losses(call: NumpyCall, log_likelihood_b: Array) -> Array:
+    losses = -log_likelihood_b
+    if call.problem.options.zero_infinity:
+        losses[losses == np.inf] = 0
+    return losses.astype(call.problem.loss_dtype)
+
+
+def _start_backward(call: NumpyCall, rows: Rows, grad_losses_b: Array) -> NumpyCall:
+    return dataclasses.replace(call, rows=rows, grad_losses_b=grad_losses_b)
+
+
+def _fill_zero(buffer: Array) -> None:
+    buffer[...] = 0
+
+
+def _finish(call: NumpyCall, sums: Array, gradient: Array) -> None:
+    del call
+    if sums is not gradient:
+        with np.errstate(over="ignore"):  # float16: beyond its range is inf, as in any framework
+            gradient[...] = sums
+
+
+BACKEND = Backend(
+    name="numpy",
+    facts=FACTS,
+    supports=_supports,
+    allocate=allocate,
+    begin=_begin,
+    joint_forward=joint.joint_forward,
+    product=products.product,
+    normalize_forward=normalize.normalize_forward,
+    sum_alignments=recursion.sum_alignments,
+    losses=_losses,
+    posteriors=recursion.posteriors,
+    select_rows=select.select_rows,
+    start_backward=_start_backward,
+    normalize_backward=normalize.normalize_backward,
+    product_weight=products.product_weight,
+    product_hidden=products.product_hidden,
+    joint_backward=joint.joint_backward,
+    fill_zero=_fill_zero,
+    finish=_finish,
+)

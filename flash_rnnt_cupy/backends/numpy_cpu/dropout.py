@@ -1,0 +1,63 @@
+"""The dropout mask: a function of (seed, node, column) alone, the same bits on every backend.
+
+A node's row of draws starts from one Philox4x32-10 call per lane j = (column % 64) // 8, on the counter
+(node low, node high, j, 0) under the 64-bit seed. Its four words are the state of a xoshiro128 generator
+that steps once for every further 64 columns. Each word times an odd constant gives two 16-bit draws, low
+half first; a draw below the threshold drops its column. The product is what makes the linear generator's
+draws independent enough.
+
+Source: Salmon et al. 2011 (Philox); Blackman and Vigna 2021 (xoshiro).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK = 64  # columns per step of the generator
+DRAWS = 1 << 16
+
+_MASK = np.uint64(0xFFFFFFFF)
+_WORD = np.uint64(32)
+_PHILOX = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_SCRAMBLE = np.uint32(0x9E3779B1)
+
+Words = npt.NDArray[np.uint32]
+
+
+def threshold(probability: float) -> int:
+    """Draws below it drop: the probability in steps of 1 / 65536, 1 at most less one step."""
+    return min(round(probability * DRAWS), DRAWS - 1)
+
+
+def keep_mask(seed: int, node_n: npt.NDArray[np.int64], width: int, drop_below: int) -> npt.NDArray[np.bool_]:
+    """[len(node_n), width], True where a hidden unit is kept."""
+    state = _philox(node_n.astype(np.uint64), seed)  # 4 x [n, 8]
+    blocks = []
+    for _ in range(-(-width // BLOCK)):
+        words = np.stack(state, -1) * _SCRAMBLE  # [n, 8, 4]
+        draws = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)  # [n, 8, 4, 2]
+        blocks.append((draws >= drop_below).reshape(len(node_n), BLOCK))
+        state = _xoshiro(state)
+    return np.concatenate(blocks, 1)[:, :width]
+
+
+def _philox(node_n: npt.NDArray[np.uint64], seed: int) -> list[Words]:
+    shape = (len(node_n), BLOCK // 8)
+    lane = np.arange(shape[1], dtype=np.uint64)
+    zero = np.zeros(shape, np.uint64)
+    c0, c1, c2, c3 = node_n[:, None] & _MASK | zero, node_n[:, None] >> _WORD | zero, lane | zero, zero
+    key = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        a, b = c0 * _PHILOX[0], c2 * _PHILOX[1]
+        k0, k1 = np.uint64(key[0]), np.uint64(key[1])
+        c0, c1, c2, c3 = (b >> _WORD) ^ c1 ^ k0, b & _MASK, (a >> _WORD) ^ c3 ^ k1, a & _MASK
+        key = [(k + w) & 0xFFFFFFFF for k, w in zip(key, _WEYL, strict=True)]
+    return [c.astype(np.uint32) for c in (c0, c1, c2, c3)]
+
+
+def _xoshiro(state: list[Words]) -> list[Words]:
+    s0, s1, s2, s3 = state
+    a, b = s2 ^ s0, s3 ^ s1
+    return [s0 ^ b, s1 ^ a, a ^ (s1 << np.uint32(9)), (b << np.uint32(11)) | (b >> np.uint32(21))]
