@@ -127,7 +127,7 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
     apart = {name for name in wanted if f"sums of {name}" in plan.account}  # summed in a wider dtype
     sums = {name: saved.take(f"sums of {name}" if name in apart else f"gradient of {name}") for name in wanted}
     for buffer in sums.values():
-        backend.fill_zero(buffer)
+        backend.fill_zero(call, buffer)
     weight_product = saved.take("weight product")
     workspace = kept or Workspace(saved.take("tile hidden"), saved.take("tile logits"))
     hidden, logits = workspace.hidden, workspace.logits

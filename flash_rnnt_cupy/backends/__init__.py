@@ -54,7 +54,7 @@ class Backend:
     product_weight(call, grad_logits, hidden, n_rows, grad_weight, product)   grad_weight += grad_logits^T hidden
     product_hidden(call, grad_logits, hidden, n_rows)                         hidden = grad_logits weight
     joint_backward(call, tile, grad_hidden, grad_encoder, grad_predictor)     sums over u and over t, added to
-    fill_zero(buffer)                              before sums
+    fill_zero(call, buffer)                        before sums
     finish(call, sums, gradient)                   sums to the gradient's dtype; both may be one buffer
     """
 
@@ -75,7 +75,7 @@ class Backend:
     product_weight: Callable[[Call, Buffer, Buffer, int, Buffer, Buffer | None], None]
     product_hidden: Callable[[Call, Buffer, Buffer, int], None]
     joint_backward: Callable[[Call, Tile, Buffer, Buffer | None, Buffer | None], None]
-    fill_zero: Callable[[Buffer], None]
+    fill_zero: Callable[[Call, Buffer], None]
     finish: Callable[[Call, Buffer, Buffer], None]
 
 

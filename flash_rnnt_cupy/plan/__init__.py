@@ -18,8 +18,10 @@ from flash_rnnt_cupy.problem import ITEMSIZE, Form, Problem
 __all__ = [
     "GRADIENTS",
     "DeviceFacts",
+    "Life",
     "MemoryAccount",
     "Packing",
+    "Part",
     "Plan",
     "Rectangle",
     "Rows",
@@ -127,26 +129,24 @@ def _parts(
     lattice_dtype = accumulator_dtype(problem.dtype)
     work = facts.workspace_dtype(problem.dtype)
     joint = problem.form is Form.JOINT
-    longest = int(packing.states_b.max(initial=1))
 
     parts = [Part(name, shape, problem.dtype_of(name), Life.GIVEN) for name, shape in problem.shapes.items()]
     parts += [
-        Part("row starts", (packing.n_frames + 1,), "int64", Life.SAVED),
-        Part("row first states", (packing.n_frames,), "int32", Life.SAVED),
         Part("scores", (len(problem.topology.columns), n_nodes), lattice_dtype, Life.SAVED),
         Part("log likelihoods", (problem.batch,), "float64", Life.SAVED),
-        Part("recursion frontier", (facts.frontier_arrays, problem.batch, longest), "float64", Life.TILE),
-        Part("stage temporaries", (facts.scratch_bytes // 4,), "float32", Life.TILE),
     ]
+    if gradients:
+        parts.append(Part("normalizers", (len(problem.topology.groups), n_nodes), lattice_dtype, Life.SAVED))
+        parts.append(Part("alpha", (n_nodes,), facts.alpha_dtype, Life.SAVED))
     if joint and problem.parameter_dtype != work:
         parts.append(Part("weight as multiplied", (vocabulary, width), work, Life.SAVED))
+    if "bias" in problem.shapes and problem.parameter_dtype != lattice_dtype:
+        parts.append(Part("bias as added", (vocabulary,), lattice_dtype, Life.SAVED))
     if joint:
         life = Life.SAVED if untiled else Life.TILE
         parts.append(Part("tile hidden", (n_tile, width), work, life))
         parts.append(Part("tile logits", (n_tile, vocabulary), work, life))
-    if gradients:
-        parts.append(Part("normalizers", (len(problem.topology.groups), n_nodes), lattice_dtype, Life.SAVED))
-        parts.append(Part("alpha", (n_nodes,), facts.alpha_dtype, Life.SAVED))
+    parts += facts.scratch(problem, packing, gradients)
     for name, shape in problem.shapes.items():
         if name not in gradients:
             continue
@@ -154,6 +154,4 @@ def _parts(
         parts.append(Part(f"gradient of {name}", shape, dtype, Life.BACKWARD))
         if joint and dtype != lattice_dtype:
             parts.append(Part(f"sums of {name}", shape, lattice_dtype, Life.BACKWARD))
-    if joint and "weight" in gradients and not facts.adds_products:
-        parts.append(Part("weight product", (vocabulary, width), lattice_dtype, Life.BACKWARD))
     return parts

@@ -13,18 +13,27 @@ import numpy as np
 
 from flash_rnnt_cupy.backends import Allocate, Backend
 from flash_rnnt_cupy.backends.numpy_cpu import joint, normalize, products, recursion, select
-from flash_rnnt_cupy.backends.numpy_cpu.call import SCRATCH_BYTES, Array, NumpyCall
-from flash_rnnt_cupy.plan import DeviceFacts, Plan, Rows
-from flash_rnnt_cupy.problem import Form, Inputs, Problem
+from flash_rnnt_cupy.backends.numpy_cpu.call import SCRATCH_BYTES, TEMPORARIES, Array, NumpyCall
+from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, Plan, Rows, accumulator_dtype
+from flash_rnnt_cupy.problem import Inputs, Problem
+
+
+def _scratch(problem: Problem, packing: Packing, gradients: frozenset[str]) -> tuple[Part, ...]:
+    """Temporaries of the stages, by count of the code."""
+    longest = int(packing.states_b.max(initial=1))
+    frontier = (recursion.FRONTIER_ARRAYS, problem.batch, longest)
+    parts = [
+        Part("recursion frontier", frontier, "float64", Life.TILE),
+        Part("stage temporaries", (TEMPORARIES, SCRATCH_BYTES // 4), "float32", Life.TILE),
+    ]
+    if "weight" in gradients:  # NumPy cannot add a product to an array
+        dtype = accumulator_dtype(problem.dtype)
+        parts.append(Part("weight product", problem.shapes["weight"], dtype, Life.BACKWARD))
+    return tuple(parts)
+
 
 FACTS = DeviceFacts(
-    name="CPU (NumPy)",
-    tile_bytes=32 << 20,
-    half_products=False,
-    adds_products=False,
-    alpha_dtype="float64",
-    scratch_bytes=12 * SCRATCH_BYTES,
-    frontier_arrays=recursion.FRONTIER_ARRAYS,
+    name="CPU (NumPy)", tile_bytes=32 << 20, half_products=False, alpha_dtype="float64", scratch=_scratch
 )
 
 
@@ -49,13 +58,14 @@ def _supports(problem: Problem) -> tuple[str, ...]:
 
 
 def _begin(plan: Plan, inputs: Inputs, take: Allocate) -> NumpyCall:
-    """Widens the weight, if the products need it wider."""
-    weight = inputs.weight
-    if plan.problem.form is Form.JOINT and "weight as multiplied" in plan.account:
-        part = plan.account["weight as multiplied"]
-        weight = take(part.shape, part.dtype)
-        weight[...] = inputs.weight
-    return NumpyCall(plan.problem, plan.rows, inputs, weight)
+    """Weight and bias in the dtypes in which they are used."""
+    used = {"weight as multiplied": inputs.weight, "bias as added": inputs.bias}
+    for name, given in used.items():
+        if name in plan.account:
+            part = plan.account[name]
+            used[name] = take(part.shape, part.dtype)
+            used[name][...] = given
+    return NumpyCall(plan.problem, plan.rows, inputs, *used.values())
 
 
 def _losses(call: NumpyCall, log_likelihood_b: Array) -> Array:
@@ -69,7 +79,8 @@ def _start_backward(call: NumpyCall, rows: Rows, grad_losses_b: Array) -> NumpyC
     return dataclasses.replace(call, rows=rows, grad_losses_b=grad_losses_b)
 
 
-def _fill_zero(buffer: Array) -> None:
+def _fill_zero(call: NumpyCall, buffer: Array) -> None:
+    del call
     buffer[...] = 0
 
 

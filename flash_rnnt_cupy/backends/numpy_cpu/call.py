@@ -15,19 +15,21 @@ from flash_rnnt_cupy.problem import Inputs, Problem
 Array = npt.NDArray[Any]
 
 SCRATCH_BYTES = 1 << 18  # one temporary: fits a core's second-level cache
+TEMPORARIES = 12  # of them alive at once
 
 
 @dataclass(frozen=True, eq=False)
 class NumpyCall:
     """Problem, rows in work, and the caller's arrays.
 
-    ``weight`` is in the workspace dtype; ``grad_losses_b`` [B] is there in backward.
+    ``weight`` is in the workspace dtype, ``bias`` in the lattice dtype; ``grad_losses_b`` [B] is there in backward.
     """
 
     problem: Problem
     rows: Rows
     inputs: Inputs
     weight: Array | None
+    bias: Array | None
     grad_losses_b: Array | None = None
 
     @property

@@ -80,8 +80,8 @@ def _scores(call: NumpyCall, tile: Tile, logits: Array) -> Iterator[tuple[Rectan
     dtype = np.dtype(accumulator_dtype(call.problem.dtype))
     for rectangle in call.rectangles(tile, logits.shape[-1], dtype.itemsize):
         scores = call.logits_view(logits, tile, rectangle).astype(dtype)
-        if call.inputs.bias is not None:
-            np.add(scores, call.inputs.bias, out=scores, dtype=dtype, casting="same_kind")
+        if call.bias is not None:
+            scores += call.bias
         yield rectangle, scores
 
 

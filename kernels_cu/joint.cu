@@ -1,0 +1,175 @@
+// What       joint network of a tile
+//              joint_forward    h[t, u] = mask f(e[t] + p[u]) / keep
+//              joint_slope      dh[t, u] becomes dh[t, u] mask / keep f'(e[t] + p[u]), in place
+//              encoder_sums     de[t] += sum over u;   predictor_sums   dp[u] += sum over t, of the latter
+// Grid       joint_forward, joint_slope: 32 rows a block of 256 threads, 4 rows a warp, 8 lanes a row; a lane has
+//            columns 64 k + 8 j ... + 8, so that it draws its dropout state once
+//            encoder_sums: a frame x 64 column vectors a block;  predictor_sums: a state x 32 column vectors
+// Reads      encoder [.., H], predictor [.., H] STATE; hidden [R, H] WORK
+// Writes     hidden; sums [.., H] ACCUMULATOR. One thread owns each sum and adds in row order: no atomics, the same
+//            bits every run
+// Numbers    arithmetic in ACCUMULATOR, one rounding to WORK
+// Constants  ACTIVATION (see Activation), DROPOUT 0 or 1, WIDE 1 if all rows are 16-byte aligned and H % 8 == 0
+#include "common.cuh"
+#include "dropout.cuh"
+#include "rows.cuh"
+
+typedef STATE State;
+typedef WORK Work;
+typedef ACCUMULATOR Acc;
+constexpr bool kWide = WIDE;
+
+enum class Activation { relu, tanh, sigmoid, gelu, silu, identity };
+constexpr Activation kActivation = Activation::ACTIVATION;
+constexpr int kRowsPerBlock = 32;
+constexpr int kRowsPerWarp = 4;
+constexpr int kSumGroups = 8;  // thread rows of a block of sums
+
+struct JointParams {
+  Rows rows;
+  Tile tile;
+  const State* encoder;       // row of (b, t): encoder_offset_b[b] + t encoder_step, in elements
+  const State* predictor;     // row of (b, u): predictor_offset_b[b] + u predictor_step
+  const i64* encoder_offset_b;
+  const i64* predictor_offset_b;
+  i64 encoder_step, predictor_step;
+  Work* hidden;               // [R, H]
+  Acc* encoder_sums;          // contiguous, row of (b, t): encoder_sum_row_b[b] + t
+  Acc* predictor_sums;        // likewise by (b, u)
+  const i64* encoder_sum_row_b;
+  const i64* predictor_sum_row_b;
+  u64 seed;
+  Acc scale;                  // 1 / keep probability
+  u32 threshold;              // draws below it drop
+  int width;                  // H
+};
+
+__device__ __forceinline__ Acc logistic(Acc x) { return Acc(1) / (Acc(1) + exp(-x)); }
+
+__device__ __forceinline__ Acc activate(Acc x) {
+  switch (kActivation) {
+    case Activation::relu: return x < Acc(0) ? Acc(0) : x;  // NaN stays NaN
+    case Activation::tanh: return tanh(x);
+    case Activation::sigmoid: return logistic(x);
+    case Activation::gelu: return x * normcdf(x);
+    case Activation::silu: return x * logistic(x);
+    default: return x;
+  }
+}
+
+__device__ __forceinline__ Acc derivative(Acc x) {
+  switch (kActivation) {
+    case Activation::relu: return x > Acc(0) ? Acc(1) : Acc(0);
+    case Activation::tanh: { const Acc y = tanh(x); return Acc(1) - y * y; }
+    case Activation::sigmoid: { const Acc y = logistic(x); return y * (Acc(1) - y); }
+    case Activation::gelu: return normcdf(x) + x * exp(Acc(-0.5) * x * x) * Acc(0.3989422804014327);
+    case Activation::silu: { const Acc y = logistic(x); return y * (Acc(1) + x * (Acc(1) - y)); }
+    default: return Acc(1);
+  }
+}
+
+// Calls body(columns' offset, e + p, state of the generator) for this lane's columns of its row.
+template <class Body>
+__device__ __forceinline__ void for_each_vector(const JointParams& p, Body body) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const i64 first = p.tile.row_begin + static_cast<i64>(blockIdx.x) * kRowsPerBlock + warp * kRowsPerWarp;
+  if (first >= p.tile.row_end) return;  // the whole warp
+  i64 frame = find_frame(p.rows, first, p.tile.frame_begin, p.tile.frame_end);
+  const i64 row = first + lane / kDropoutLanes;
+  if (row >= p.tile.row_end) return;
+  while (row >= p.rows.row_start_f[frame + 1]) ++frame;
+  const Place at = place_of(p.rows, frame, row);
+  const State* e = p.encoder + p.encoder_offset_b[at.b] + at.t * p.encoder_step;
+  const State* q = p.predictor + p.predictor_offset_b[at.b] + at.u * p.predictor_step;
+  Work* h = p.hidden + (row - p.tile.row_begin) * p.width;
+  const int j = lane % kDropoutLanes;
+  DropoutState state;
+  if (DROPOUT) state = dropout_state(p.seed, node_of(p.rows, at), j);
+  for (int column = j * kVector; column < p.width; column += kDropoutBlock) {
+    Acc x[kVector], y[kVector];
+    load_vector<kWide>(e + column, p.width - column, Acc(0), x);
+    load_vector<kWide>(q + column, p.width - column, Acc(0), y);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] += y[i];
+    body(h + column, p.width - column, x, state);
+    if (DROPOUT) dropout_step(state);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256) joint_forward(const __grid_constant__ JointParams p) {
+  for_each_vector(p, [&](Work* h, int n_left, Acc(&x)[kVector], const DropoutState& state) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = activate(x[i]);
+    if (DROPOUT) dropout_apply(state, p.threshold, p.scale, x);
+    store_vector<kWide>(h, n_left, x);
+  });
+}
+
+extern "C" __global__ void __launch_bounds__(256) joint_slope(const __grid_constant__ JointParams p) {
+  for_each_vector(p, [&](Work* h, int n_left, Acc(&x)[kVector], const DropoutState& state) {
+    Acc grad[kVector];
+    load_vector<kWide>(h, n_left, Acc(0), grad);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) grad[i] *= derivative(x[i]);
+    if (DROPOUT) dropout_apply(state, p.threshold, p.scale, grad);
+    store_vector<kWide>(h, n_left, grad);
+  });
+}
+
+// Adds the groups' partial sums in order of the groups; thread row 0 adds the total to its columns of `sums`.
+__device__ __forceinline__ void add_groups(Acc (&part)[kVector], Acc* sums, int n_left) {
+  __shared__ Acc parts[kSumGroups][kWarp][kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) parts[threadIdx.y][threadIdx.x][i] = part[i];
+  __syncthreads();
+  if (threadIdx.y != 0 || n_left <= 0) return;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    Acc total = 0;
+    for (int g = 0; g < kSumGroups; ++g) total += parts[g][threadIdx.x][i];
+    if (i < n_left) sums[i] += total;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256) encoder_sums(const __grid_constant__ JointParams p) {
+  const i64 frame = p.tile.frame_begin + blockIdx.x;
+  const int column = (blockIdx.y * kWarp + threadIdx.x) * kVector, n_left = p.width - column;
+  const i64 begin = max(p.rows.row_start_f[frame], p.tile.row_begin);
+  const i64 end = min(p.rows.row_start_f[frame + 1], p.tile.row_end);
+  Acc sum[kVector] = {};
+  if (n_left > 0)
+    for (i64 row = begin + threadIdx.y; row < end; row += kSumGroups) {
+      Acc x[kVector];
+      load_vector<kWide>(p.hidden + (row - p.tile.row_begin) * p.width + column, n_left, Acc(0), x);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[i] += x[i];
+    }
+  const int b = p.rows.utterance_f[frame];
+  const i64 sum_row = p.encoder_sum_row_b[b] + frame - p.rows.frame_start_b[b];
+  add_groups(sum, p.encoder_sums + sum_row * p.width + column, n_left);
+}
+
+// blockIdx.x counts the states of the tile's utterances, from the first state of the first one.
+extern "C" __global__ void __launch_bounds__(256) predictor_sums(const __grid_constant__ JointParams p) {
+  const int first_b = p.rows.utterance_f[p.tile.frame_begin], last_b = p.rows.utterance_f[p.tile.frame_end - 1];
+  const i64 state = p.rows.state_start_b[first_b] + blockIdx.x;
+  int b = first_b;
+  while (b < last_b && state >= p.rows.state_start_b[b + 1]) ++b;
+  const int u = static_cast<int>(state - p.rows.state_start_b[b]);
+  const int column = (blockIdx.y * kWarp + threadIdx.x) * kVector, n_left = p.width - column;
+  const i64 begin = max(p.rows.frame_start_b[b], p.tile.frame_begin);
+  const i64 end = min(p.rows.frame_start_b[b + 1], p.tile.frame_end);
+  Acc sum[kVector] = {};
+  if (n_left > 0)
+    for (i64 frame = begin + threadIdx.y; frame < end; frame += kSumGroups) {
+      const i64 row = p.rows.row_start_f[frame] + u - p.rows.lo_f[frame];
+      const i64 row_begin = max(p.rows.row_start_f[frame], p.tile.row_begin);
+      const i64 row_end = min(p.rows.row_start_f[frame + 1], p.tile.row_end);
+      if (row < row_begin || row >= row_end) continue;
+      Acc x[kVector];
+      load_vector<kWide>(p.hidden + (row - p.tile.row_begin) * p.width + column, n_left, Acc(0), x);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[i] += x[i];
+    }
+  add_groups(sum, p.predictor_sums + (p.predictor_sum_row_b[b] + u) * p.width + column, n_left);
+}

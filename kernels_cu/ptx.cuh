@@ -1,0 +1,14 @@
+// What       instructions that have no C++ name, one function each, with a plain twin for the CPU shim
+#pragma once
+#include "common.cuh"
+
+// 2^x and log2(x) by the special function unit: 2 ulp, subnormals flushed to zero.
+__device__ __forceinline__ float exp2_unit(float x) {
+#ifdef FRNNT_CPU_SHIM
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
