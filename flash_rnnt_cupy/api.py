@@ -7,15 +7,14 @@ N = sum of T_b (U_b + 1) lattice nodes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flash_rnnt_cupy import backends, pipeline, validate
-from flash_rnnt_cupy.adapters.arrays import host_integers, open_array
+from flash_rnnt_cupy.adapters.arrays import Opened, array_of, buffer_of, host_integers, open_array
 from flash_rnnt_cupy.errors import InputError, InputTypeError
 from flash_rnnt_cupy.pipeline import Gradients
 from flash_rnnt_cupy.plan import MemoryAccount, TileRows, make_plan
@@ -237,7 +236,7 @@ def rnnt_loss_and_grad(
     """
     options = validate.check_options(fastemit_lambda=fastemit_lambda, clamp=clamp, zero_infinity=zero_infinity)
     opened = _open_logits(logits, targets, logit_lengths, target_lengths, blank, options, fused_log_softmax)
-    if overwrite_logits and not opened.inputs.logits.flags.writeable:
+    if overwrite_logits and not opened.first.is_writeable():
         raise InputError("logits", "a writeable array, to be overwritten", "a read-only one")
     losses, gradients = _run(
         opened,
@@ -280,7 +279,7 @@ def plan_memory(
         gradients: False for the loss alone.
         tile_rows: as in `joint_rnnt_loss`.
         workspace_bytes: as in `joint_rnnt_loss`.
-        backend: as in `joint_rnnt_loss`.
+        backend: as in `joint_rnnt_loss`; "cuda" plans for an H200 where there is no GPU.
 
     Raises: InputError, PlanError.
     """
@@ -315,16 +314,21 @@ def plan_memory(
     )
     tiling = validate.check_tiling(tile_rows, workspace_bytes)
     wanted = frozenset(shapes if gradients else ())
-    return make_plan(problem, backends.choose(backend, problem).facts, *tiling, wanted).account
+    return make_plan(problem, backends.planning_facts(backend), *tiling, wanted).account
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checked call: the problem, the arrays as the backend takes them, and the way back for each."""
+    """A checked call: the problem, the arrays as the backend takes them, and their library."""
 
     problem: Problem
     inputs: Inputs
-    restore: Mapping[str, Callable[[Any], Any]]
+    arrays: Mapping[str, Opened]
+
+    @property
+    def first(self) -> Opened:
+        """Encoder or logits: says where the call runs and what the losses come back as."""
+        return next(iter(self.arrays.values()))
 
 
 def _open_joint(
@@ -339,18 +343,17 @@ def _open_joint(
     options: Options,
 ) -> _Opened:
     given = {"encoder": encoder, "predictor": predictor, "weight": weight, "bias": bias}
-    opened = {name: open_array(name, value) for name, value in given.items() if value is not None}
+    arrays = {name: open_array(name, value) for name, value in given.items() if value is not None}
     labels = host_integers("targets", targets)
     problem = validate.joint_problem(
-        {name: array.facts for name, array in opened.items()},
+        {name: opened.facts for name, opened in arrays.items()},
         labels,
         host_integers("encoder_lengths", encoder_lengths),
         host_integers("target_lengths", target_lengths),
         blank,
         options,
     )
-    inputs = Inputs(labels, **{name: array.array for name, array in opened.items()})
-    return _Opened(problem, inputs, {name: array.restore for name, array in opened.items()})
+    return _Opened(problem, Inputs(labels, **{name: opened.buffer() for name, opened in arrays.items()}), arrays)
 
 
 def _open_logits(
@@ -373,7 +376,7 @@ def _open_logits(
         options,
         fused_log_softmax,
     )
-    return _Opened(problem, Inputs(labels, logits=opened.array), {"logits": opened.restore})
+    return _Opened(problem, Inputs(labels, logits=opened.buffer()), {"logits": opened})
 
 
 def _run(
@@ -387,28 +390,31 @@ def _run(
     overwrite_logits: bool = False,
 ) -> tuple[Any, Gradients]:
     """Reduced losses and the wanted gradients."""
-    problem = opened.problem
+    problem, first = opened.problem, opened.first
     weights = validate.reduction_weights(reduction, problem.labels_b)
-    upstream = _upstream(grad_losses, weights, problem.batch)
-    backend = backends.choose(backend_name, problem)
+    backend = backends.choose(backend_name, problem, first.facts.device)
     plan = make_plan(problem, backend.facts, *validate.check_tiling(tile_rows, workspace_bytes), wanted)
-    losses, saved = pipeline.forward(plan, opened.inputs, backend, backend.allocate)
-    restore = next(iter(opened.restore.values()))
-    reduced = losses if weights is None else (weights * losses).sum().astype(losses.dtype)
-    if not wanted:
-        return restore(reduced), Gradients()
-    gradients = pipeline.backward(saved, upstream, wanted, overwrite_logits)
-    restored = {name: opened.restore[name](getattr(gradients, name)) for name in wanted}
-    return restore(reduced), dataclasses.replace(gradients, **restored)
+    with first.device_context():
+        scale = None if weights is None else first.library.asarray(weights)
+        upstream = _upstream(first, grad_losses, scale, problem.batch) if wanted else None
+        losses_b, saved = pipeline.forward(plan, opened.inputs, backend, backend.allocate)
+        losses = array_of(losses_b)
+        reduced = losses if scale is None else (scale * losses).sum().astype(losses.dtype)
+        if upstream is None:
+            return first.restore(reduced), Gradients()
+        gradients = pipeline.backward(saved, upstream, wanted, overwrite_logits)
+        restored = {name: opened.arrays[name].restore(array_of(getattr(gradients, name))) for name in wanted}
+        return first.restore(reduced), dataclasses.replace(gradients, **restored)
 
 
-def _upstream(grad_losses: Any, weights: npt.NDArray[np.float64] | None, batch: int) -> npt.NDArray[np.float64]:
-    """Gradient of the caller's objective to each utterance's loss, [B]."""
+def _upstream(first: Opened, grad_losses: Any, weights: Any, batch: int) -> Any:
+    """Gradient of the caller's objective to each utterance's loss, a float64 buffer [B]."""
     shape = (batch,) if weights is None else ()
-    given = open_array("grad_losses", np.ones(shape) if grad_losses is None else grad_losses).array
-    if given.dtype.kind not in "fiu":
-        raise InputTypeError("grad_losses", "real numbers", given.dtype.name)
-    if given.shape != shape:
+    given = open_array("grad_losses", np.ones(shape) if grad_losses is None else grad_losses)
+    if np.dtype(given.facts.dtype).kind not in "fiu":
+        raise InputTypeError("grad_losses", "real numbers", given.facts.dtype)
+    if given.facts.shape != shape:
         expected = f"shape {shape}, as the losses" if shape else "a scalar, as the reduced loss"
-        raise InputError("grad_losses", expected, f"shape {given.shape}")
-    return np.asarray(given.astype(np.float64) * (1.0 if weights is None else weights))
+        raise InputError("grad_losses", expected, f"shape {given.facts.shape}")
+    upstream = first.library.asarray(given.array).astype(np.float64)
+    return buffer_of(upstream if weights is None else upstream * weights)

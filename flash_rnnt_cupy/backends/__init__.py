@@ -79,25 +79,60 @@ class Backend:
     finish: Callable[[Call, Buffer, Buffer], None]
 
 
-NAMES = ("numpy",)
+NAMES = ("cuda", "numpy")  # in order of preference
+HOST = "cpu"
 
 
-def load(name: str) -> Backend:
-    """The backend of that name; imports what it needs."""
+def _check_name(requested: str) -> tuple[str, ...]:
+    if requested not in ("auto", *NAMES):
+        raise InputError("backend", f"one of auto, {', '.join(NAMES)}", repr(requested))
+    return NAMES if requested == "auto" else (requested,)
+
+
+def unavailable(name: str) -> str:
+    """Why this machine lacks the backend; empty if it has it."""
+    if name == "numpy":
+        return ""
+    from flash_rnnt_cupy.backends import cuda  # noqa: PLC0415  backends load on demand
+
+    return cuda.unavailable()
+
+
+def load(name: str, device: str) -> Backend:
+    """The backend of that name on a device ("cpu", "cuda:0")."""
     if name == "numpy":
         from flash_rnnt_cupy.backends.numpy_cpu import BACKEND  # noqa: PLC0415  backends load on demand
 
         return BACKEND
-    raise InputError("backend", f"one of auto, {', '.join(NAMES)}", repr(name))
+    from flash_rnnt_cupy.backends import cuda  # noqa: PLC0415
+
+    return cuda.backend(int(device.partition(":")[2] or 0))
 
 
-def choose(requested: str, problem: Problem) -> Backend:
-    """The first backend that can do the problem, or the requested one; the error says why none can."""
+def choose(requested: str, problem: Problem, device: str) -> Backend:
+    """The first backend that can do the problem where its arrays are; the error says why none can."""
     refusals = []
-    for name in NAMES if requested == "auto" else (requested,):
-        backend = load(name)
-        reasons = backend.supports(problem)
-        if not reasons:
-            return backend
-        refusals.append(f"{name}: {'; '.join(reasons)}")
-    raise BackendUnavailableError(f"no backend for {problem}. " + " | ".join(refusals))
+    for name in _check_name(requested):
+        where = "host memory" if device == HOST else device
+        if (device == HOST) != (name == "numpy"):
+            refusals.append(f"{name}: the arrays are in {where}")
+        elif reason := unavailable(name):
+            refusals.append(f"{name}: {reason}")
+        else:
+            backend = load(name, device)
+            reasons = backend.supports(problem)
+            if not reasons:
+                return backend
+            refusals.append(f"{name}: {'; '.join(reasons)}")
+    raise BackendUnavailableError(f"no backend for {problem}: {', '.join(refusals)}")
+
+
+def planning_facts(requested: str) -> DeviceFacts:
+    """Facts to plan with: of the backend on this machine, or of an H200 for "cuda" where there is no GPU."""
+    names = _check_name(requested)
+    name = next((n for n in names if not unavailable(n)), names[0])
+    if unavailable(name):
+        from flash_rnnt_cupy.backends.cuda.facts import H200  # noqa: PLC0415  backends load on demand
+
+        return H200
+    return load(name, HOST).facts

@@ -80,6 +80,11 @@ class Packing:
         return starts(self.labels_b)
 
     @property
+    def batch(self) -> int:
+        """B."""
+        return len(self.frames_b)
+
+    @property
     def n_nodes(self) -> int:
         """N."""
         return int(self.node_start_b[-1])

@@ -33,6 +33,12 @@ FEATURE_ARCHITECTURES = {"90": "90a"}  # wgmma and setmaxnreg exist there alone
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 _ONCE = re.compile(r"\s*#\s*pragma\s+once")
+_OFFSET_OF = """\
+#ifdef __CUDACC_RTC__  // NVRTC has no offsetof
+#define OFFSET_OF(type, member) __INTADDR__(&((type*)0)->member)
+#else
+#define OFFSET_OF(type, member) __builtin_offsetof(type, member)
+#endif"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def assemble(spec: ModuleSpec) -> str:
     """
     lines = [f"// {spec}", *(f"#define {name} {value}" for name, value in spec.constants)]
     lines += _inlined(spec.file, set())
-    lines.append(f'#line 1 "{spec.file}, layout of its records"')
+    lines += [_OFFSET_OF, f'#line 1 "{spec.file}, layout of its records"']
     for name, dtype in spec.records:
         lines += _layout_checks(name, dtype)
     return "\n".join(lines) + "\n"
@@ -118,10 +124,10 @@ def _inlined(name: str, seen: set[str]) -> Iterator[str]:
 
 def _layout_checks(name: str, dtype: np.dtype[Any]) -> Iterator[str]:
     """Assertions that the struct has the dtype's size, and each field its place and size."""
-    yield f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}: the launcher has {dtype.itemsize} bytes");'
+    yield f'static_assert(sizeof({name}) == {dtype.itemsize}, "the launcher has another size of {name}");'
     for member, (kind, offset, *_) in (dtype.fields or {}).items():
-        same = f"__builtin_offsetof({name}, {member}) == {offset} && sizeof({name}::{member}) == {kind.itemsize}"
-        yield f'static_assert({same}, "{name}.{member}: the launcher has {kind} at byte {offset}");'
+        same = f"OFFSET_OF({name}, {member}) == {offset} && sizeof({name}::{member}) == {kind.itemsize}"
+        yield f'static_assert({same}, "the launcher has another place or size of {name}::{member}");'
 
 
 def architecture(capability: str) -> str:

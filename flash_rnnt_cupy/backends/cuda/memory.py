@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+from flash_rnnt_cupy.problem import ITEMSIZE
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,3 +25,23 @@ class DeviceArray:
     dtype: str
     strides: tuple[int, ...]
     owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contiguous array of this shape."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def rows(self, n_rows: int) -> DeviceArray:
+        """The first rows of a contiguous two-dimensional array."""
+        return DeviceArray(self.pointer, (n_rows, *self.shape[1:]), self.dtype, self.strides, self.owner)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def is_aligned(array: DeviceArray) -> bool:
+    """Whether every row starts on 16 bytes and is made of whole groups of 8 columns."""
+    steps = (array.shape[-1], *array.strides[:-1])
+    return array.pointer % 16 == 0 and array.strides[-1] == 1 and all(step % 8 == 0 for step in steps)

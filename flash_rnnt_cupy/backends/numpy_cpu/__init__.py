@@ -7,13 +7,13 @@ products (float64 for float64 inputs) and a float64 recursion.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from flash_rnnt_cupy.backends import Allocate, Backend
 from flash_rnnt_cupy.backends.numpy_cpu import joint, normalize, products, recursion, select
 from flash_rnnt_cupy.backends.numpy_cpu.call import SCRATCH_BYTES, TEMPORARIES, Array, NumpyCall
+from flash_rnnt_cupy.dtypes import numpy_dtype
 from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, Plan, Rows, accumulator_dtype
 from flash_rnnt_cupy.problem import Inputs, Problem
 
@@ -26,7 +26,7 @@ def _scratch(problem: Problem, packing: Packing, gradients: frozenset[str]) -> t
         Part("recursion frontier", frontier, "float64", Life.TILE),
         Part("stage temporaries", (TEMPORARIES, SCRATCH_BYTES // 4), "float32", Life.TILE),
     ]
-    if "weight" in gradients:  # NumPy cannot add a product to an array
+    if "weight" in gradients & problem.shapes.keys():  # NumPy cannot add a product to an array
         dtype = accumulator_dtype(problem.dtype)
         parts.append(Part("weight product", problem.shapes["weight"], dtype, Life.BACKWARD))
     return tuple(parts)
@@ -38,18 +38,8 @@ FACTS = DeviceFacts(
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Array:
-    """Uninitialised memory; ``bfloat16`` needs ml_dtypes."""
+    """Uninitialised memory."""
     return np.empty(shape, numpy_dtype(dtype))
-
-
-def numpy_dtype(name: Any) -> np.dtype[Any]:
-    """The NumPy dtype of that name."""
-    if name == "bfloat16":
-        import ml_dtypes  # noqa: PLC0415  only those who use bfloat16 need it
-
-        name = ml_dtypes.bfloat16
-    dtype: np.dtype[Any] = np.dtype(name)
-    return dtype
 
 
 def _supports(problem: Problem) -> tuple[str, ...]:
@@ -91,24 +81,27 @@ def _finish(call: NumpyCall, sums: Array, gradient: Array) -> None:
             gradient[...] = sums
 
 
+# NaN, +inf and what overflows to it are lawful: they make their utterance NaN, without a warning
+_quiet = np.errstate(invalid="ignore", over="ignore")
+
 BACKEND = Backend(
     name="numpy",
     facts=FACTS,
     supports=_supports,
     allocate=allocate,
     begin=_begin,
-    joint_forward=joint.joint_forward,
-    product=products.product,
-    normalize_forward=normalize.normalize_forward,
-    sum_alignments=recursion.sum_alignments,
+    joint_forward=_quiet(joint.joint_forward),
+    product=_quiet(products.product),
+    normalize_forward=_quiet(normalize.normalize_forward),
+    sum_alignments=_quiet(recursion.sum_alignments),
     losses=_losses,
-    posteriors=recursion.posteriors,
+    posteriors=_quiet(recursion.posteriors),
     select_rows=select.select_rows,
     start_backward=_start_backward,
-    normalize_backward=normalize.normalize_backward,
-    product_weight=products.product_weight,
-    product_hidden=products.product_hidden,
-    joint_backward=joint.joint_backward,
+    normalize_backward=_quiet(normalize.normalize_backward),
+    product_weight=_quiet(products.product_weight),
+    product_hidden=_quiet(products.product_hidden),
+    joint_backward=_quiet(joint.joint_backward),
     fill_zero=_fill_zero,
     finish=_finish,
 )

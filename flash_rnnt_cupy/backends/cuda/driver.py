@@ -1,0 +1,154 @@
+"""What the stages need of a device, as five functions; here they are CuPy's, in tests the CPU's.
+
+Everything runs on CuPy's current device and stream, which the caller sets.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec, load
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
+from flash_rnnt_cupy.dtypes import numpy_dtype
+from flash_rnnt_cupy.errors import LaunchError, OutOfMemoryError
+
+DEFAULT_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
+CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}  # cudaDataType
+COMPUTE_32F, COMPUTE_64F = 68, 70  # cublasComputeType_t
+
+Grid = tuple[int, ...]
+Kernel = Callable[[Grid, Grid, npt.NDArray[Any], int], None]  # grid, block, parameter record, dynamic shared bytes
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The device's functions.
+
+    kernel(spec, entry) -> kernel                     compiled and loaded
+    gemm(a, b, c, transpose_a, transpose_b, add)      c = op(a) op(b), row-major; + c if ``add``
+    upload(host, device); download(device) -> host    copies; download waits for the stream
+    zero(device)                                      fills with zero bytes
+    """
+
+    kernel: Callable[[ModuleSpec, str], Kernel]
+    gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool], None]
+    upload: Callable[[npt.NDArray[Any], DeviceArray], None]
+    download: Callable[[DeviceArray], npt.NDArray[Any]]
+    zero: Callable[[DeviceArray], None]
+
+
+def _kernel(spec: ModuleSpec, entry: str) -> Kernel:
+    import cupy  # noqa: PLC0415  CuPy is imported on demand
+
+    raw = load(spec).get(entry)
+
+    def launch(grid: Grid, block: Grid, record: npt.NDArray[Any], shared_bytes: int) -> None:
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            raw.max_dynamic_shared_size_bytes = shared_bytes
+        try:
+            raw(grid, block, (record,), shared_mem=shared_bytes)
+        except cupy.cuda.driver.CUDADriverError as error:
+            sizes = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
+            raise LaunchError(f"{spec.file}: {entry}", sizes, f"cuda:{cupy.cuda.Device().id}", error) from error
+
+    return launch
+
+
+@functools.cache
+def _scalars(dtype: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """One and zero, where cuBLAS reads them."""
+    return np.ones((), dtype), np.zeros((), dtype)
+
+
+def _gemm(a: DeviceArray, b: DeviceArray, c: DeviceArray, transpose_a: bool, transpose_b: bool, add: bool) -> None:
+    """CuBLAS is column-major: it sees the transposes of our arrays, and computes c^T = op(b)^T op(a)^T."""
+    import cupy  # noqa: PLC0415  CuPy is imported on demand
+
+    wide = a.dtype == "float64"
+    one, zero = _scalars("float64" if wide else "float32")
+    cupy.cuda.cublas.gemmEx(
+        cupy.cuda.Device().cublas_handle,
+        int(transpose_b),  # CUBLAS_OP_N is 0, CUBLAS_OP_T 1
+        int(transpose_a),
+        c.shape[1],
+        c.shape[0],
+        a.shape[0] if transpose_a else a.shape[1],
+        one.ctypes.data,
+        b.pointer,
+        CUDA_TYPES[b.dtype],
+        b.shape[1],
+        a.pointer,
+        CUDA_TYPES[a.dtype],
+        a.shape[1],
+        (one if add else zero).ctypes.data,
+        c.pointer,
+        CUDA_TYPES[c.dtype],
+        c.shape[1],
+        COMPUTE_64F if wide else COMPUTE_32F,
+        -1,  # the default algorithm
+    )
+
+
+class _Staging:
+    """Page-locked host memory for uploads, used again once the device has read it.
+
+    A copy from ordinary memory would wait for all work queued before it.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
+
+    def copy(self, host: npt.NDArray[Any], device: DeviceArray) -> None:
+        import cupy  # noqa: PLC0415  CuPy is imported on demand
+
+        while self._in_flight and self._in_flight[0][0].done:
+            self._in_flight.popleft()  # back to CuPy's pool
+        memory = cupy.cuda.alloc_pinned_memory(host.nbytes)
+        np.frombuffer(memory, host.dtype, host.size)[:] = host.ravel()
+        stream = cupy.cuda.get_current_stream()
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(device.pointer, memory.ptr, host.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        self._in_flight.append((stream.record(), memory))
+
+
+_staging = _Staging()
+
+
+def _download(device: DeviceArray) -> npt.NDArray[Any]:
+    import cupy  # noqa: PLC0415  CuPy is imported on demand
+
+    host = np.empty(device.shape, device.dtype)
+    stream = cupy.cuda.get_current_stream()
+    runtime = cupy.cuda.runtime
+    runtime.memcpyAsync(host.ctypes.data, device.pointer, host.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+    stream.synchronize()
+    return host
+
+
+def _zero(device: DeviceArray) -> None:
+    import cupy  # noqa: PLC0415  CuPy is imported on demand
+
+    if device.nbytes:
+        stream = cupy.cuda.get_current_stream()
+        cupy.cuda.runtime.memsetAsync(device.pointer, 0, device.nbytes, stream.ptr)
+
+
+def allocate(shape: tuple[int, ...], dtype: str) -> DeviceArray:
+    """Memory from CuPy's pool."""
+    import cupy  # noqa: PLC0415  CuPy is imported on demand
+
+    try:
+        array = cupy.empty(shape, numpy_dtype(dtype))
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{shape} {dtype}: {error}") from error
+    return DeviceArray(array.data.ptr, array.shape, dtype, contiguous_strides(shape), array)
+
+
+CUPY = Driver(_kernel, _gemm, _staging.copy, _download, _zero)
