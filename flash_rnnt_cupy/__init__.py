@@ -22,24 +22,32 @@ from flash_rnnt_cupy.api import (
 from flash_rnnt_cupy.errors import (
     BackendError,
     BackendUnavailableError,
+    CompileError,
     InputError,
     InputTypeError,
+    LaunchError,
+    OutOfMemoryError,
     PlanError,
 )
 from flash_rnnt_cupy.pipeline import Gradients
+from flash_rnnt_cupy.selfcheck import selfcheck
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
     "BackendUnavailableError",
+    "CompileError",
     "Gradients",
     "InputError",
     "InputTypeError",
+    "LaunchError",
+    "OutOfMemoryError",
     "PlanError",
     "joint_rnnt_loss",
     "joint_rnnt_loss_and_grad",
     "plan_memory",
     "rnnt_loss",
     "rnnt_loss_and_grad",
+    "selfcheck",
 ]

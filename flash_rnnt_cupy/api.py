@@ -187,8 +187,8 @@ def rnnt_loss(
         blank: as in `joint_rnnt_loss`.
         clamp: as in `joint_rnnt_loss`.
         reduction: as in `joint_rnnt_loss`.
-        fused_log_softmax: False if ``logits`` are log-probabilities already. They are used as they are; a row
-            whose exponentials sum to more than 1 is refused on the CPU.
+        fused_log_softmax: False if ``logits`` are log-probabilities already. They are used as they are: scores
+            before the softmax, passed so, give a wrong loss that may even be negative.
         fastemit_lambda: as in `joint_rnnt_loss`.
         zero_infinity: as in `joint_rnnt_loss`.
         backend: as in `joint_rnnt_loss`.
@@ -261,6 +261,7 @@ def plan_memory(
     gradients: bool = True,
     tile_rows: TileRows = "auto",
     workspace_bytes: int | None = None,
+    min_occupancy: float = DEFAULT_MIN_OCCUPANCY,
     backend: str = "auto",
 ) -> MemoryAccount:
     """What a call of `joint_rnnt_loss_and_grad` will take, part by part, before anything is allocated.
@@ -279,6 +280,7 @@ def plan_memory(
         gradients: False for the loss alone.
         tile_rows: as in `joint_rnnt_loss`.
         workspace_bytes: as in `joint_rnnt_loss`.
+        min_occupancy: as in `joint_rnnt_loss`.
         backend: as in `joint_rnnt_loss`; "cuda" plans for an H200 where there is no GPU.
 
     Raises: InputError, PlanError.
@@ -308,7 +310,7 @@ def plan_memory(
         blank=vocabulary - 1,
         dtype=dtype,
         shapes=shapes,
-        options=validate.check_options(),
+        options=validate.check_options(min_occupancy=min_occupancy),
         joint_width=joint_width,
         parameter_dtype=parameter_dtype,
     )
