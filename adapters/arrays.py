@@ -36,11 +36,15 @@ class Opened(NamedTuple):
     library: ModuleType  # numpy or cupy
     restore: Callable[[Any], Any]
 
-    def buffer(self) -> Any:
-        """The array as its backend takes it. On a GPU the last axis must be contiguous; it is copied if not."""
-        if self.facts.device != "cpu" and self.array.strides[-1:] != (self.array.itemsize,):
-            return buffer_of(self.library.ascontiguousarray(self.array))
-        return buffer_of(self.array)
+    def buffer(self, contiguous: bool = False) -> Any:
+        """The array as its backend takes it; copied on a GPU if the last axis, or any that must be, has gaps."""
+        if self.facts.device == "cpu" or (self.has_contiguous_rows() and not contiguous):
+            return buffer_of(self.array)
+        return buffer_of(self.library.ascontiguousarray(self.array))
+
+    def has_contiguous_rows(self) -> bool:
+        """Whether the last axis has no gaps."""
+        return bool(self.array.shape[-1] == 1 or self.array.strides[-1] == self.array.itemsize)
 
     def device_context(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the array's device the current one."""
@@ -48,7 +52,7 @@ class Opened(NamedTuple):
 
     def is_writeable(self) -> bool:
         """Whether the caller's own memory can be written through it."""
-        return bool(self.array.flags.writeable) if self.facts.device == "cpu" else True
+        return bool(self.array.flags.writeable) if self.facts.device == "cpu" else self.has_contiguous_rows()
 
 
 def _same(array: Any) -> Any:

@@ -127,7 +127,7 @@ def main(names: list[str]) -> None:
     """Measures the named batches, prints a table and writes a record."""
     rows = []
     for name in names or ["medium"]:
-        for tile_rows, min_occupancy in (("auto", 0.0), ("auto", 1e-8), (16_384, 0.0)):
+        for tile_rows, min_occupancy in ((65_536, 0.0), (65_536, 1e-8), (16_384, 0.0), (16_384, 1e-8)):
             row = measure(name, tile_rows, min_occupancy)
             rows.append(row)
             print(f"{name} tile_rows={row['tile_rows']} min_occupancy={min_occupancy}: {row['step_ms']:.2f} ms a step")

@@ -237,7 +237,7 @@ def rnnt_loss_and_grad(
     options = validate.check_options(fastemit_lambda=fastemit_lambda, clamp=clamp, zero_infinity=zero_infinity)
     opened = _open_logits(logits, targets, logit_lengths, target_lengths, blank, options, fused_log_softmax)
     if overwrite_logits and not opened.first.is_writeable():
-        raise InputError("logits", "a writeable array, to be overwritten", "a read-only one")
+        raise InputError("logits", "an array that can be overwritten", "a read-only one, or one with gaps in its rows")
     losses, gradients = _run(
         opened,
         reduction,
@@ -355,7 +355,8 @@ def _open_joint(
         blank,
         options,
     )
-    return _Opened(problem, Inputs(labels, **{name: opened.buffer() for name, opened in arrays.items()}), arrays)
+    buffers = {name: opened.buffer(contiguous=name in ("weight", "bias")) for name, opened in arrays.items()}
+    return _Opened(problem, Inputs(labels, **buffers), arrays)
 
 
 def _open_logits(

@@ -85,8 +85,11 @@ class _Library:
         return self.host(gradient)
 
     def joint_losses(self, states: tuple[Array, ...], labels: Array) -> Array:
-        given = [self.module.asarray(array) for array in states]
-        return self.host(joint_rnnt_loss(*given, None, labels, FRAMES, LABELS, reduction="none", backend=self.name))
+        encoder, predictor, weight = (self.module.asarray(array) for array in states)
+        losses = joint_rnnt_loss(
+            encoder, predictor, weight, None, labels, FRAMES, LABELS, reduction="none", backend=self.name
+        )
+        return self.host(losses)
 
 
 def _checks(library: _Library) -> Iterator[Check]:

@@ -32,7 +32,7 @@ struct UpstreamParams {
   const double* grad_losses_b;  // [B]
   Acc* unit_b;                  // [B]
   Acc* scale;                   // [1]
-  int batch;
+  int batch, split;             // split 0: scale 1
 };
 
 extern "C" __global__ void __launch_bounds__(256) split_upstream(const __grid_constant__ UpstreamParams p) {
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) split_upstream(const __grid_co
   parts[threadIdx.x] = top;
   __syncthreads();
   for (int i = 0; i < blockDim.x; ++i) top = fmax(top, parts[i]);
-  const bool usable = top > 0 && top < infinity<double>();
+  const bool usable = p.split && top > 0 && top < infinity<double>();
   const double scale = usable ? scalbn(1.0, ilogb(top)) : 1.0;
   for (int b = threadIdx.x; b < p.batch; b += blockDim.x)
     p.unit_b[b] = static_cast<Acc>(p.grad_losses_b[b] / scale);

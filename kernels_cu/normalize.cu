@@ -31,7 +31,8 @@ struct NormalizeParams {
   Tile tile;
   const Logit* logits;
   Logit* grad_logits;
-  const i64* logits_offset_b;       // GRID: cell (b, t, u) at offset_b[b] + t step_t + u step_u, in elements
+  const i64* logits_offset_b;       // GRID: cell (b, t, u) at offset_b[b] + t step_t + u step_u, in elements;
+                                    // else row r of the tile at r step_u
   i64 logits_step_t, logits_step_u;
   const i64* grad_offset_b;         // the same for grad_logits
   i64 grad_step_t, grad_step_u;
@@ -91,10 +92,11 @@ __device__ __forceinline__ Cell cell_of(const NormalizeParams& p) {
   cell.at = place_of(p.rows, frame, row);
   cell.node = node_of(p.rows, cell.at);
   const Place& at = cell.at;
-  const i64 in_tile = (row - p.tile.row_begin) * p.vocabulary;
+  const i64 in_tile = row - p.tile.row_begin;
   cell.from = p.logits + (GRID ? p.logits_offset_b[at.b] + at.t * p.logits_step_t + at.u * p.logits_step_u
-                               : (row - p.tile.row_begin) * p.logits_step_u);
-  cell.to = p.grad_logits + (GRID ? p.grad_offset_b[at.b] + at.t * p.grad_step_t + at.u * p.grad_step_u : in_tile);
+                               : in_tile * p.logits_step_u);
+  cell.to = p.grad_logits + (GRID ? p.grad_offset_b[at.b] + at.t * p.grad_step_t + at.u * p.grad_step_u
+                                 : in_tile * p.grad_step_u);
   const int label = at.u + 1 < at.states ? p.labels[p.label_start_b[at.b] + at.u] : -1;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c)

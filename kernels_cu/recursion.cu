@@ -49,7 +49,7 @@ __device__ __forceinline__ Utterance utterance_of(const RecursionParams& p, doub
 
 __device__ __forceinline__ double log_add(double a, double b) {
   const double high = a < b ? b : a, low = a < b ? a : b;  // a NaN ends up in one of them
-  if (high == -infinity<double>()) return high;
+  if (low == -infinity<double>()) return high;
   const Acc ratio = exp(static_cast<Acc>(low - high));
   return high + static_cast<double>(log1p(ratio));
 }

@@ -6,6 +6,7 @@ of a frame lies in one tile, unless that one frame is longer than a tile.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +32,8 @@ def cut_tiles(row_start_f: npt.NDArray[np.int64], tile_rows: int) -> tuple[Tile,
     tiles = []
     row, n_rows = 0, int(row_start_f[-1])
     while row < n_rows:
-        frame_begin = int(np.searchsorted(row_start_f, row, side="right")) - 1
-        fits = int(np.searchsorted(row_start_f, row + tile_rows, side="right")) - 1  # frames before it are whole
+        frame_begin = bisect_right(row_start_f, row) - 1
+        fits = bisect_right(row_start_f, row + tile_rows) - 1  # frames before it are whole
         row_end = int(row_start_f[fits]) if row_start_f[fits] > row else row + tile_rows
         tiles.append(Tile(row, row_end, frame_begin, max(fits, frame_begin + 1)))
         row = row_end

@@ -10,23 +10,27 @@ first of these calls.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import importlib
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.abc import Traversable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from flash_rnnt_cupy.errors import BackendError, BackendUnavailableError, CompileError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 SYSTEM_INCLUDE = Path("/usr/local/cuda/include")
 FEATURE_ARCHITECTURES = {"90": "90a"}  # wgmma and setmaxnreg exist there alone
@@ -223,10 +227,8 @@ def build(spec: ModuleSpec, arch: str) -> Path:
     text = assemble(spec)
     ingredients = (text, *_options(arch), repr(_nvrtc().getVersion()))
     key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()
-    folders = (_cache_folder, _temporary_folder)
-    for folder in folders:
-        with contextlib.suppress(OSError, RuntimeError):
-            return _find(folder(), key)
+    with contextlib.suppress(OSError, RuntimeError):
+        return _find(_cache_folder(), key)
     image = compile_cubin(text, str(spec), arch).image
     with contextlib.suppress(OSError, RuntimeError):
         return _store(_cache_folder(), key, image)
@@ -240,14 +242,12 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_rnnt_cupy"
 
 
+@functools.cache
 def _temporary_folder() -> Path:
     """This process's own, for where the cache folder cannot be written; removed at exit."""
-    return Path(_temporary().name)
-
-
-@functools.cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="flash_rnnt_cupy_", ignore_cleanup_errors=True)
+    folder = tempfile.mkdtemp(prefix="flash_rnnt_cupy_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _find(folder: Path, key: str) -> Path:

@@ -24,40 +24,49 @@ CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}  # cudaD
 COMPUTE_32F, COMPUTE_64F = 68, 70  # cublasComputeType_t
 
 Grid = tuple[int, ...]
-Kernel = Callable[[Grid, Grid, npt.NDArray[Any], int], None]  # grid, block, parameter record, dynamic shared bytes
+Record = npt.NDArray[Any]
+Kernel = Callable[[Grid, Grid, int], None]  # grid, block, dynamic shared bytes
 
 
 @dataclass(frozen=True)
 class Driver:
     """The device's functions.
 
-    kernel(spec, entry) -> kernel                     compiled and loaded
+    kernel(spec, entry, record) -> kernel             compiled, loaded, and tied to its parameter record, whose
+                                                      fields may change between launches
     gemm(a, b, c, transpose_a, transpose_b, add)      c = op(a) op(b), row-major; + c if ``add``
     upload(host, device); download(device) -> host    copies; download waits for the stream
     zero(device)                                      fills with zero bytes
     """
 
-    kernel: Callable[[ModuleSpec, str], Kernel]
+    kernel: Callable[[ModuleSpec, str, Record], Kernel]
     gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool], None]
     upload: Callable[[npt.NDArray[Any], DeviceArray], None]
     download: Callable[[DeviceArray], npt.NDArray[Any]]
     zero: Callable[[DeviceArray], None]
 
 
-def _kernel(spec: ModuleSpec, entry: str) -> Kernel:
+def _kernel(spec: ModuleSpec, entry: str, record: Record) -> Kernel:
+    """Launches through the driver's own call: a RawKernel would pack the record anew each time."""
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     raw = load(spec).get(entry)
+    function, driver, current_stream = raw.kernel.ptr, cupy.cuda.driver, cupy.cuda.get_current_stream
+    parameters = np.array([record.ctypes.data], np.uintp)  # void*[1]
+    address = parameters.ctypes.data
 
-    def launch(grid: Grid, block: Grid, record: npt.NDArray[Any], shared_bytes: int) -> None:
+    def launch(grid: Grid, block: Grid, shared_bytes: int) -> None:
         if shared_bytes > DEFAULT_SHARED_BYTES:
             raw.max_dynamic_shared_size_bytes = shared_bytes
+        sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
         try:
-            raw(grid, block, (record,), shared_mem=shared_bytes)
-        except cupy.cuda.driver.CUDADriverError as error:
-            sizes = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
-            raise LaunchError(f"{spec.file}: {entry}", sizes, f"cuda:{cupy.cuda.Device().id}", error) from error
+            driver.launchKernel(function, *sizes, shared_bytes, current_stream().ptr, address, 0)
+        except driver.CUDADriverError as error:
+            described = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
+            device = f"cuda:{cupy.cuda.Device().id}"
+            raise LaunchError(f"{spec.file}: {entry}", described, device, error) from error
 
+    launch.keeps = record, parameters  # type: ignore[attr-defined]
     return launch
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flash_rnnt_cupy.backends import Allocate, Lattice
 from flash_rnnt_cupy.backends.cuda import tables
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
-from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Kernel
+from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Record
 from flash_rnnt_cupy.backends.cuda.facts import BIAS_CHUNKS, ring_shape
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
 from flash_rnnt_cupy.plan import Plan, Rows, Tile, accumulator_dtype
@@ -32,7 +32,6 @@ WARPS = THREADS // 32
 MAX_STATE_THREADS = 1024
 MAX_GRID_Y = 65_535
 
-Record = npt.NDArray[Any]
 Constants = tuple[tuple[str, str | int], ...]
 
 
@@ -136,7 +135,12 @@ SELECT_RECORD = _record(
 )
 CONVERT_RECORD = _record("float64", ("from", "pointer"), ("to", "pointer"), ("scale", "pointer"), ("n", np.int64))
 UPSTREAM_RECORD = _record(
-    "float64", ("grad_losses_b", "pointer"), ("unit_b", "pointer"), ("scale", "pointer"), ("batch", np.int32)
+    "float64",
+    ("grad_losses_b", "pointer"),
+    ("unit_b", "pointer"),
+    ("scale", "pointer"),
+    ("batch", np.int32),
+    ("split", np.int32),
 )
 
 
@@ -273,17 +277,17 @@ def _table_constants(topology: Topology) -> Constants:
 # ---- a call ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class Launch:
     """A kernel and its parameters, made ready once a call; only the tile changes."""
 
-    kernel: Kernel
-    record: Record
+    def __init__(self, driver: Driver, spec: ModuleSpec, entry: str, record: Record) -> None:
+        self._kernel = driver.kernel(spec, entry, record)
+        self._tile = record["tile"].view(np.int64)
 
     def __call__(self, tile: Tile, grid: Grid, block: Grid) -> None:
         """Runs it on a tile."""
-        self.record["tile"].view(np.int64)[:] = tile
-        self.kernel(grid, block, self.record, 0)
+        self._tile[:] = tile
+        self._kernel(grid, block, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,7 +325,7 @@ class CudaCall:
 
     def run(self, spec: ModuleSpec, entry: str, grid: Grid, block: Grid, record: Record, shared: int = 0) -> None:
         """Launches a kernel that runs once."""
-        self.driver.kernel(spec, entry)(grid, block, record, shared)
+        self.driver.kernel(spec, entry, record)(grid, block, shared)
 
 
 def begin(driver: Driver, plan: Plan, inputs: Inputs, allocate: Allocate) -> CudaCall:
@@ -443,7 +447,7 @@ def _joint_launch(
             "width": problem.joint_width,
         },
     )
-    call.launches[key] = Launch(call.driver.kernel(spec, entry), record)
+    call.launches[key] = Launch(call.driver, spec, entry, record)
     return call.launches[key]
 
 
@@ -535,6 +539,7 @@ def _normalize_launch(
             "logits": logits.pointer,
             "grad_logits": grad_logits.pointer,
             "logits_step_u": logits.strides[-2],
+            "grad_step_u": grad_logits.strides[-2],
             "bias": _pointer(call.bias),
             "labels": call.table["labels"],
             "label_start_b": call.table["label_start_b"],
@@ -560,12 +565,11 @@ def _normalize_launch(
                 "logits_step_t": logits.strides[1],
                 "grad_offset_b": call.table["logits_offset_b" if in_place else "grad_offset_b"],
                 "grad_step_t": grad_logits.strides[1],
-                "grad_step_u": grad_logits.strides[2],
                 "padded_frames": logits.shape[1],
                 "padded_states": logits.shape[2],
             },
         )
-    call.launches[key] = Launch(call.driver.kernel(spec, entry), record)
+    call.launches[key] = Launch(call.driver, spec, entry, record)
     return call.launches[key]
 
 
@@ -711,7 +715,13 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
     record = np.zeros(1, UPSTREAM_RECORD)
     _fill(
         record,
-        {"grad_losses_b": grad_losses_b.pointer, "unit_b": upstream.pointer, "scale": scale, "batch": batch},
+        {
+            "grad_losses_b": grad_losses_b.pointer,
+            "unit_b": upstream.pointer,
+            "scale": scale,
+            "batch": batch,
+            "split": call.problem.form is Form.JOINT,  # the logits form has no `finish`
+        },
     )
     spec = convert_spec(call.acc, call.acc, call.acc, True)
     call.run(spec, "split_upstream", (1,), (THREADS,), record)

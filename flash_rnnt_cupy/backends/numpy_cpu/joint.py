@@ -10,14 +10,14 @@ import numpy as np
 
 from flash_rnnt_cupy.backends.numpy_cpu.activations import TABLE
 from flash_rnnt_cupy.backends.numpy_cpu.call import Array, NumpyCall
-from flash_rnnt_cupy.backends.numpy_cpu.dropout import DRAWS, keep_mask, threshold
+from flash_rnnt_cupy.backends.numpy_cpu.dropout import BLOCK, DRAWS, keep_mask, threshold
 from flash_rnnt_cupy.plan import Rectangle, Tile
 
 
 def joint_forward(call: NumpyCall, tile: Tile, hidden: Array) -> None:
     """Hidden [R, H]: the rows of the tile."""
     activation = TABLE[call.problem.options.activation]
-    for rectangle in call.rectangles(tile, hidden.shape[1], hidden.itemsize):
+    for rectangle in call.rectangles(tile, max(hidden.shape[1], BLOCK), hidden.itemsize):
         out = call.rows_view(hidden, tile, rectangle)
         _pre_activation(call, rectangle, out)
         activation.apply(out)
@@ -29,7 +29,7 @@ def joint_backward(
 ) -> None:
     """Adds the tile's part to grad_encoder and grad_predictor (shaped like the inputs); uses up grad_hidden."""
     activation = TABLE[call.problem.options.activation]
-    for rectangle in call.rectangles(tile, grad_hidden.shape[1], grad_hidden.itemsize):
+    for rectangle in call.rectangles(tile, max(grad_hidden.shape[1], BLOCK), grad_hidden.itemsize):
         grad = call.rows_view(grad_hidden, tile, rectangle)
         slope = np.empty_like(grad)
         _pre_activation(call, rectangle, slope)

@@ -19,7 +19,7 @@ from flash_rnnt_cupy.backends import Lattice
 from flash_rnnt_cupy.backends.numpy_cpu.call import Array, NumpyCall
 from flash_rnnt_cupy.topology import Arc
 
-FRONTIER_ARRAYS = 20  # [B, max U1] float64 temporaries alive at once
+FRONTIER_ARRAYS = 16  # [B, max U1] float64 temporaries alive at once, of two columns and arcs
 
 
 def sum_alignments(call: NumpyCall, lattice: Lattice, log_likelihood_b: Array) -> None:
