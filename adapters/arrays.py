@@ -82,7 +82,7 @@ def open_array(name: str, value: Any) -> Opened:
         view = np.from_dlpack(value)
     except (BufferError, RuntimeError) as error:
         raise InputTypeError(name, "a dtype that NumPy can hold", str(error)) from error
-    return _numpy(name, view, restore)
+    return _numpy(name, view, lambda result: restore(np.asarray(result)))  # NumPy scalars have no DLPack
 
 
 def _numpy(name: str, value: Any, restore: Callable[[Any], Any]) -> Opened:

@@ -44,6 +44,9 @@ def joint_problem(
     options: Options,
 ) -> Problem:
     """The problem of a joint-form call; ``arrays`` holds encoder, predictor, weight and perhaps bias."""
+    for name in ("encoder", "predictor", "weight"):
+        if name not in arrays:
+            raise InputTypeError(name, "an array", "None")
     encoder, predictor, weight = arrays["encoder"], arrays["predictor"], arrays["weight"]
     _float_dtypes(arrays)
     _one_device(arrays)
@@ -100,7 +103,7 @@ def logits_problem(
         _covers("logits", shape[:2], logit_lengths, "frames")
         _covers("logits", (shape[0], shape[2]), packing.states_b, _STATES)
     else:
-        _covers("logits", shape[:1], logit_lengths * packing.states_b, "rows, T (U + 1) an utterance,")
+        _covers("logits", shape[:1], logit_lengths * packing.states_b, "rows, T (U + 1) an utterance")
     blank = _blank(blank, shape[-1])
     _labels(targets, packing, shape[-1], blank)
     return Problem(

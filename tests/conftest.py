@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,8 @@ from flash_rnnt_cupy import backends
 from tests import problems
 from tests.oracles.checks import assert_close
 from tests.problems import Array, Joint, Logits, Truth
+
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_pytorch_*.py"]
 
 hypothesis.settings.register_profile("tests", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("tests")

@@ -1,0 +1,66 @@
+"""The test suite on a GPU, and the kernels under compute-sanitizer: `python -m bench.gpu_suite`. Writes a record."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import environment
+
+RECORDS = Path(__file__).with_name("records")
+ROOT = Path(__file__).parent.parent
+# Not initcheck: it does not see what cuBLAS writes through the bulk copy engine, and calls every logit uninitialised.
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda and not shim"]
+WORKLOAD = [sys.executable, "-m", "tests.sanitizer_workload"]
+
+
+def _run(command: list[str]) -> tuple[int, str, float]:
+    """Exit status, output, seconds."""
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+
+
+def _suite(arguments: list[str]) -> dict[str, Any]:
+    status, output, seconds = _run([*PYTEST, *arguments])
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", output.splitlines()[-1])}
+    print(output[-2000:])
+    return {"exit": status, "seconds": round(seconds, 1), **counts}
+
+
+def _sanitizer(tool: str) -> dict[str, Any]:
+    path = shutil.which("compute-sanitizer")
+    if path is None:
+        return {"exit": None, "summary": "compute-sanitizer is not installed"}
+    status, output, seconds = _run([path, "--tool", tool, "--error-exitcode", "1", *WORKLOAD])
+    summary = [line for line in output.splitlines() if "SUMMARY" in line or "workload done" in line]
+    print(f"{tool}: exit {status}, {' '.join(summary)}")
+    if status:
+        print(output[-3000:])
+    return {"exit": status, "seconds": round(seconds, 1), "summary": summary}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs all; further arguments go to pytest. Returns 0 if everything passed."""
+    record = {
+        "environment": environment.describe(),
+        "suite": _suite(arguments),
+        "sanitizer": {tool: _sanitizer(tool) for tool in SANITIZERS},
+    }
+    RECORDS.mkdir(exist_ok=True)
+    path = RECORDS / f"gpu-suite-{record['environment']['date'][:10]}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+    failed = record["suite"]["exit"] or any(result["exit"] for result in record["sanitizer"].values())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
