@@ -31,7 +31,7 @@ def _run(command: list[str]) -> tuple[int, str, float]:
 def _suite(arguments: list[str]) -> dict[str, Any]:
     status, output, seconds = _run([*PYTEST, *arguments])
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", output.splitlines()[-1])}
-    print(output[-2000:])
+    print(output[-12_000:])
     return {"exit": status, "seconds": round(seconds, 1), **counts}
 
 

@@ -414,7 +414,7 @@ def _upstream(first: Opened, grad_losses: Any, weights: Any, batch: int) -> Any:
     """Gradient of the caller's objective to each utterance's loss, a float64 buffer [B]."""
     shape = (batch,) if weights is None else ()
     given = open_array("grad_losses", np.ones(shape) if grad_losses is None else grad_losses)
-    if np.dtype(given.facts.dtype).kind not in "fiu":
+    if given.facts.dtype not in (*FLOATS, "int32", "int64"):
         raise InputTypeError("grad_losses", "real numbers", given.facts.dtype)
     if given.facts.shape != shape:
         expected = f"shape {shape}, as the losses" if shape else "a scalar, as the reduced loss"

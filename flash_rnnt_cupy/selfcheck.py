@@ -39,9 +39,8 @@ def selfcheck(backend: str = "auto", verbose: bool = True) -> bool:
 
     True if all pass. Raises BackendUnavailableError, with the reason, if the named backend is missing here.
     """
-    names = backends.NAMES if backend == "auto" else (backend,)
-    reasons = {name: backends.unavailable(name) for name in names}
-    name = next((n for n in names if not reasons[n]), None)
+    reasons = {name: backends.unavailable(name) for name in backends.candidates(backend)}
+    name = next((n for n, reason in reasons.items() if not reason), None)
     if name is None:
         raise BackendUnavailableError(f"{backend}: {reasons[backend]}")
     checks = list(_checks(_Library(name)))

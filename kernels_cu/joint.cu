@@ -1,15 +1,18 @@
 // What       joint network of a tile
 //              joint_forward    h[t, u] = mask f(e[t] + p[u]) / keep
-//              joint_slope      dh[t, u] becomes dh[t, u] mask / keep f'(e[t] + p[u]), in place
-//              encoder_sums     de[t] += sum over u;   predictor_sums   dp[u] += sum over t, of the latter
-// Grid       joint_forward, joint_slope: 32 rows a block of 256 threads, 4 rows a warp, 8 lanes a row; a lane has
-//            columns 64 k + 8 j ... + 8, so that it draws its dropout state once
-//            encoder_sums: a frame x 64 column vectors a block;  predictor_sums: a state x 32 column vectors
+//              joint_backward   dh[t, u] becomes dh[t, u] mask / keep f'(e[t] + p[u]), in place, and
+//                               de[t] += its sum over u
+//              predictor_sums   dp[u] += its sum over t
+// Grid       joint_forward: 32 rows a block of 256 threads, 4 rows a warp, 8 lanes a row; a lane has columns
+//            64 k + 8 j ... + 8, so that it draws its dropout state once
+//            joint_backward: a frame a block, rows strided over its 8 warps, 256 columns a warp at once
+//            predictor_sums: a state x 32 column vectors a block
 // Reads      encoder [.., H], predictor [.., H] STATE; hidden [R, H] WORK
-// Writes     hidden; sums [.., H] ACCUMULATOR. One thread owns each sum and adds in row order: no atomics, the same
-//            bits every run
+// Writes     hidden; sums [.., H] ACCUMULATOR. One thread owns each sum and adds in a fixed order: no atomics, the
+//            same bits every run
 // Numbers    arithmetic in ACCUMULATOR, one rounding to WORK
-// Constants  ACTIVATION (see Activation), DROPOUT 0 or 1, WIDE 1 if all rows are 16-byte aligned and H % 8 == 0
+// Constants  WIDTH (H);  ACTIVATION (see Activation);  DROPOUT 0 or 1;  WIDE 1 if all rows are 16-byte aligned and
+//            H % 8 == 0
 #include "common.cuh"
 #include "dropout.cuh"
 #include "rows.cuh"
@@ -23,7 +26,10 @@ enum class Activation { relu, tanh, sigmoid, gelu, silu, identity };
 constexpr Activation kActivation = Activation::ACTIVATION;
 constexpr int kRowsPerBlock = 32;
 constexpr int kRowsPerWarp = 4;
-constexpr int kSumGroups = 8;  // thread rows of a block of sums
+constexpr int kGroups = 8;                                         // warps of a block, and thread rows of sums
+constexpr int kWidth = WIDTH;
+constexpr int kStride = kWarp * kVector;                           // columns of a warp at once
+constexpr int kSteps = (kWidth + kStride - 1) / kStride;
 
 struct JointParams {
   Rows rows;
@@ -41,7 +47,6 @@ struct JointParams {
   u64 seed;
   Acc scale;                  // 1 / keep probability
   u32 threshold;              // draws below it drop
-  int width;                  // H
 };
 
 __device__ __forceinline__ Acc logistic(Acc x) { return Acc(1) / (Acc(1) + exp(-x)); }
@@ -68,9 +73,23 @@ __device__ __forceinline__ Acc derivative(Acc x) {
   }
 }
 
-// Calls body(columns' offset, e + p, state of the generator) for this lane's columns of its row.
-template <class Body>
-__device__ __forceinline__ void for_each_vector(const JointParams& p, Body body) {
+// e[t] + p[u] for 8 columns.
+__device__ __forceinline__ void load_sum(const State* e, const State* q, int column, Acc (&x)[kVector]) {
+  Acc y[kVector];
+  load_vector<kWide>(e + column, kWidth - column, Acc(0), x);
+  load_vector<kWide>(q + column, kWidth - column, Acc(0), y);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) x[i] += y[i];
+}
+
+__device__ __forceinline__ const State* encoder_row(const JointParams& p, const Place& at) {
+  return p.encoder + p.encoder_offset_b[at.b] + at.t * p.encoder_step;
+}
+__device__ __forceinline__ const State* predictor_row(const JointParams& p, int b, int u) {
+  return p.predictor + p.predictor_offset_b[b] + u * p.predictor_step;
+}
+
+extern "C" __global__ void __launch_bounds__(256) joint_forward(const __grid_constant__ JointParams p) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i64 first = p.tile.row_begin + static_cast<i64>(blockIdx.x) * kRowsPerBlock + warp * kRowsPerWarp;
   if (first >= p.tile.row_end) return;  // the whole warp
@@ -79,74 +98,80 @@ __device__ __forceinline__ void for_each_vector(const JointParams& p, Body body)
   if (row >= p.tile.row_end) return;
   while (row >= p.rows.row_start_f[frame + 1]) ++frame;
   const Place at = place_of(p.rows, frame, row);
-  const State* e = p.encoder + p.encoder_offset_b[at.b] + at.t * p.encoder_step;
-  const State* q = p.predictor + p.predictor_offset_b[at.b] + at.u * p.predictor_step;
-  Work* h = p.hidden + (row - p.tile.row_begin) * p.width;
+  const State *e = encoder_row(p, at), *q = predictor_row(p, at.b, at.u);
+  Work* h = p.hidden + (row - p.tile.row_begin) * kWidth;
   const int j = lane % kDropoutLanes;
   DropoutState state;
   if (DROPOUT) state = dropout_state(p.seed, node_of(p.rows, at), j);
-  for (int column = j * kVector; column < p.width; column += kDropoutBlock) {
-    Acc x[kVector], y[kVector];
-    load_vector<kWide>(e + column, p.width - column, Acc(0), x);
-    load_vector<kWide>(q + column, p.width - column, Acc(0), y);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] += y[i];
-    body(h + column, p.width - column, x, state);
-    if (DROPOUT) dropout_step(state);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(256) joint_forward(const __grid_constant__ JointParams p) {
-  for_each_vector(p, [&](Work* h, int n_left, Acc(&x)[kVector], const DropoutState& state) {
+#pragma unroll 4
+  for (int column = j * kVector; column < kWidth; column += kDropoutBlock) {
+    Acc x[kVector];
+    load_sum(e, q, column, x);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = activate(x[i]);
-    if (DROPOUT) dropout_apply(state, p.threshold, p.scale, x);
-    store_vector<kWide>(h, n_left, x);
-  });
-}
-
-extern "C" __global__ void __launch_bounds__(256) joint_slope(const __grid_constant__ JointParams p) {
-  for_each_vector(p, [&](Work* h, int n_left, Acc(&x)[kVector], const DropoutState& state) {
-    Acc grad[kVector];
-    load_vector<kWide>(h, n_left, Acc(0), grad);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) grad[i] *= derivative(x[i]);
-    if (DROPOUT) dropout_apply(state, p.threshold, p.scale, grad);
-    store_vector<kWide>(h, n_left, grad);
-  });
-}
-
-// Adds the groups' partial sums in order of the groups; thread row 0 adds the total to its columns of `sums`.
-__device__ __forceinline__ void add_groups(Acc (&part)[kVector], Acc* sums, int n_left) {
-  __shared__ Acc parts[kSumGroups][kWarp][kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) parts[threadIdx.y][threadIdx.x][i] = part[i];
-  __syncthreads();
-  if (threadIdx.y != 0 || n_left <= 0) return;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    Acc total = 0;
-    for (int g = 0; g < kSumGroups; ++g) total += parts[g][threadIdx.x][i];
-    if (i < n_left) sums[i] += total;
+    if (DROPOUT) {
+      dropout_apply(state, p.threshold, p.scale, x);
+      dropout_step(state);
+    }
+    store_vector<kWide>(h + column, kWidth - column, x);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) encoder_sums(const __grid_constant__ JointParams p) {
+// Adds the groups' partial sums in order of the groups, one column a thread, to kStride columns of `sums`.
+__device__ __forceinline__ void add_groups(int group, int lane, const Acc (&part)[kVector], Acc* sums, int n_left) {
+  __shared__ Acc parts[kGroups][kStride];
+  __syncthreads();  // the last call's readers are done
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) parts[group][lane * kVector + i] = part[i];
+  __syncthreads();
+  const int column = group * kWarp + lane;
+  Acc total = 0;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) total += parts[g][column];
+  if (column < n_left) sums[column] += total;
+}
+
+extern "C" __global__ void __launch_bounds__(256) joint_backward(const __grid_constant__ JointParams p) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i64 frame = p.tile.frame_begin + blockIdx.x;
-  const int column = (blockIdx.y * kWarp + threadIdx.x) * kVector, n_left = p.width - column;
   const i64 begin = max(p.rows.row_start_f[frame], p.tile.row_begin);
   const i64 end = min(p.rows.row_start_f[frame + 1], p.tile.row_end);
-  Acc sum[kVector] = {};
-  if (n_left > 0)
-    for (i64 row = begin + threadIdx.y; row < end; row += kSumGroups) {
-      Acc x[kVector];
-      load_vector<kWide>(p.hidden + (row - p.tile.row_begin) * p.width + column, n_left, Acc(0), x);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sum[i] += x[i];
+  if (begin >= end) return;
+  Place at = place_of(p.rows, frame, begin);
+  const int first_u = at.u;
+  const State* e = encoder_row(p, at);
+  Acc sum[kSteps][kVector] = {};
+  for (i64 row = begin + warp; row < end; row += kGroups) {
+    at.u = first_u + static_cast<int>(row - begin);
+    const State* q = predictor_row(p, at.b, at.u);
+    Work* h = p.hidden + (row - p.tile.row_begin) * kWidth;
+    DropoutState state;
+    if (DROPOUT) {
+      state = dropout_state(p.seed, node_of(p.rows, at), lane % kDropoutLanes);
+      for (int k = 0; k < lane / kDropoutLanes; ++k) dropout_step(state);
     }
-  const int b = p.rows.utterance_f[frame];
-  const i64 sum_row = p.encoder_sum_row_b[b] + frame - p.rows.frame_start_b[b];
-  add_groups(sum, p.encoder_sums + sum_row * p.width + column, n_left);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int column = s * kStride + lane * kVector;
+      if (column < kWidth) {
+        Acc x[kVector], grad[kVector];
+        load_vector<kWide>(h + column, kWidth - column, Acc(0), grad);
+        load_sum(e, q, column, x);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) grad[i] *= derivative(x[i]);
+        if (DROPOUT) dropout_apply(state, p.threshold, p.scale, grad);
+        store_vector<kWide>(h + column, kWidth - column, grad);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[s][i] += grad[i];
+      }
+      if (DROPOUT)
+        for (int k = 0; k < kWarp / kDropoutLanes; ++k) dropout_step(state);
+    }
+  }
+  if (!p.encoder_sums) return;
+  Acc* sums = p.encoder_sums + (p.encoder_sum_row_b[at.b] + at.t) * kWidth;
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) add_groups(warp, lane, sum[s], sums + s * kStride, kWidth - s * kStride);
 }
 
 // blockIdx.x counts the states of the tile's utterances, from the first state of the first one.
@@ -156,20 +181,22 @@ extern "C" __global__ void __launch_bounds__(256) predictor_sums(const __grid_co
   int b = first_b;
   while (b < last_b && state >= p.rows.state_start_b[b + 1]) ++b;
   const int u = static_cast<int>(state - p.rows.state_start_b[b]);
-  const int column = (blockIdx.y * kWarp + threadIdx.x) * kVector, n_left = p.width - column;
+  const int column = (blockIdx.y * kWarp + threadIdx.x) * kVector, n_left = kWidth - column;
   const i64 begin = max(p.rows.frame_start_b[b], p.tile.frame_begin);
   const i64 end = min(p.rows.frame_start_b[b + 1], p.tile.frame_end);
   Acc sum[kVector] = {};
   if (n_left > 0)
-    for (i64 frame = begin + threadIdx.y; frame < end; frame += kSumGroups) {
+    for (i64 frame = begin + threadIdx.y; frame < end; frame += kGroups) {
       const i64 row = p.rows.row_start_f[frame] + u - p.rows.lo_f[frame];
       const i64 row_begin = max(p.rows.row_start_f[frame], p.tile.row_begin);
       const i64 row_end = min(p.rows.row_start_f[frame + 1], p.tile.row_end);
       if (row < row_begin || row >= row_end) continue;
       Acc x[kVector];
-      load_vector<kWide>(p.hidden + (row - p.tile.row_begin) * p.width + column, n_left, Acc(0), x);
+      load_vector<kWide>(p.hidden + (row - p.tile.row_begin) * kWidth + column, n_left, Acc(0), x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum[i] += x[i];
     }
-  add_groups(sum, p.predictor_sums + (p.predictor_sum_row_b[b] + u) * p.width + column, n_left);
+  const int block_column = blockIdx.y * kStride;
+  Acc* sums = p.predictor_sums + (p.predictor_sum_row_b[b] + u) * kWidth + block_column;
+  add_groups(threadIdx.y, threadIdx.x, sum, sums, kWidth - block_column);
 }

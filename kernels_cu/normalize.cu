@@ -1,16 +1,20 @@
 // What       scores of a node to its columns, and back to the gradient of the scores
-//              normalize_forward    normalizer_g = logsumexp of z over group g;  column_c = z[v_c] - normalizer_g(c)
-//              normalize_backward   dz[v] = mass_g exp(z[v] - normalizer_g) - sum of posterior_c over columns c on v,
-//                                   clipped, times the utterance's upstream gradient
-//              bias_partials, bias_add   grad_bias += sum of dz over the tile's rows
+//              normalize_forward    normalizer_g = log of the sum of exp(z - top_g), top_g = max of z over group g
+//                                   column_c = (z[v_c] - top_g) - normalizer_g,  g = group of c
+//              normalize_backward   dz[v] = mass_g exp((z[v] - top_g) - normalizer_g) - sum of posterior_c over
+//                                   columns c on v, clipped, times the utterance's upstream gradient
+//              bias_partials, bias_add   grad_bias += sum of dz over rows
 //              zero_padding         zero beyond each utterance's frames and states in a [B, T, U1, V] gradient
-// Grid       a row a warp (ROW_THREADS 32) or a row a block;  bias_partials: 256 columns x a run of rows a block
+// Grid       a row a warp (ROW_THREADS 32) or a row a block, rows strided over a fixed number of blocks;
+//            bias_partials: 256 columns x a run of rows a block
 // Reads      logits LOGIT (a tile's, or the caller's), bias [V] ACCUMULATOR, columns and normalizers [.., N]
-// Writes     columns, normalizers; grad_logits LOGIT, which may be logits: a thread writes only what it has read
-// Numbers    sums in ACCUMULATOR by a fixed tree; exp2 on scaled scores, one exponential a score. -inf scores get
+// Writes     columns, normalizers; grad_logits LOGIT, which may be logits: a thread writes only what it has read.
+//            bias_partials [bias_chunks, V]: a block adds to its own row; bias_add sums the rows once a call
+// Numbers    sums in ACCUMULATOR by a fixed tree; scores enter relative to the largest, so that large ones keep
+//            their digits; one exponential a score. -inf scores get
 //            gradient zero, a node of only -inf passes nothing on; NaN and +inf make the node's columns NaN
-// Constants  GRID 1: padded [B, T, U1, V] of any strides, 0: rows one after another;  HAS_BIAS;  LOG_PROBS: scores are
-//            log-probabilities already;  CLAMPED;  WIDE as in joint.cu
+// Constants  VOCABULARY;  GRID 1: padded [B, T, U1, V] of any strides, 0: rows one after another;  HAS_BIAS;
+//            LOG_PROBS: scores are log-probabilities already;  CLAMPED;  WIDE as in joint.cu
 #include "common.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
@@ -19,11 +23,16 @@
 typedef LOGIT Logit;
 typedef ACCUMULATOR Acc;
 constexpr bool kWide = WIDE;
+constexpr int kVocabulary = VOCABULARY;
 constexpr int kRowThreads = ROW_THREADS;
 constexpr int kRowWarps = kRowThreads / kWarp;
 constexpr int kBlock = kRowThreads > 256 ? kRowThreads : 256;
 constexpr int kRowsPerBlock = kRowThreads == kWarp ? kBlock / kWarp : 1;
 static_assert(kRowThreads == kWarp || kRowThreads == kBlock, "a row a warp, or a row a block");
+constexpr int kStride = kRowThreads * kVector;                          // columns of a row in flight at once
+constexpr int kSteps = (kVocabulary + kStride - 1) / kStride;
+constexpr bool kResident = kSteps <= 8 && kBlock == 256;                // a thread's part of a row fits registers
+constexpr int kKept = kResident ? kSteps : 1;
 constexpr int kBiasRows = 8;  // thread rows of bias_partials
 
 struct NormalizeParams {
@@ -46,7 +55,7 @@ struct NormalizeParams {
   Acc* bias_sums;                   // [V]
   i64 n_nodes;
   Acc clamp;
-  int vocabulary, blank, batch, bias_chunks, padded_frames, padded_states;
+  int blank, batch, bias_chunks, padded_frames, padded_states;
 };
 
 __device__ __forceinline__ float exp_base(float x) { return exp2_unit(x); }
@@ -74,7 +83,6 @@ __device__ __forceinline__ Acc row_sum(Acc x) {
 
 // One row of the tile: where it lies, and which logit each column reads (-1: none).
 struct Cell {
-  bool exists;
   Place at;
   i64 node;
   const Logit* from;
@@ -82,12 +90,15 @@ struct Cell {
   int column_logit[kColumns];
 };
 
-__device__ __forceinline__ Cell cell_of(const NormalizeParams& p) {
-  Cell cell;
+// The block's (or warp's) first row, and the step to its next.
+__device__ __forceinline__ i64 first_row(const NormalizeParams& p) {
   const int row_in_block = kRowThreads == kWarp ? threadIdx.x / kWarp : 0;
-  const i64 row = p.tile.row_begin + static_cast<i64>(blockIdx.x) * kRowsPerBlock + row_in_block;
-  cell.exists = row < p.tile.row_end;
-  if (!cell.exists) return cell;
+  return p.tile.row_begin + static_cast<i64>(blockIdx.x) * kRowsPerBlock + row_in_block;
+}
+__device__ __forceinline__ i64 row_step() { return static_cast<i64>(gridDim.x) * kRowsPerBlock; }
+
+__device__ __forceinline__ Cell cell_of(const NormalizeParams& p, i64 row) {
+  Cell cell;
   const i64 frame = find_frame(p.rows, row, p.tile.frame_begin, p.tile.frame_end);
   cell.at = place_of(p.rows, frame, row);
   cell.node = node_of(p.rows, cell.at);
@@ -96,7 +107,7 @@ __device__ __forceinline__ Cell cell_of(const NormalizeParams& p) {
   cell.from = p.logits + (GRID ? p.logits_offset_b[at.b] + at.t * p.logits_step_t + at.u * p.logits_step_u
                                : in_tile * p.logits_step_u);
   cell.to = p.grad_logits + (GRID ? p.grad_offset_b[at.b] + at.t * p.grad_step_t + at.u * p.grad_step_u
-                                 : in_tile * p.grad_step_u);
+                                  : in_tile * p.grad_step_u);
   const int label = at.u + 1 < at.states ? p.labels[p.label_start_b[at.b] + at.u] : -1;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c)
@@ -105,133 +116,248 @@ __device__ __forceinline__ Cell cell_of(const NormalizeParams& p) {
   return cell;
 }
 
+__device__ __forceinline__ int column_of(int step) {
+  return step * kStride + static_cast<int>(threadIdx.x % kRowThreads) * kVector;
+}
+
 __device__ __forceinline__ bool in_group(int g, int v) {
   return (kGroupStart[g] == 0 || v >= kGroupStart[g]) && (kGroupStop[g] < 0 || v < kGroupStop[g]);
 }
 
 // The row's scores from `column` on, bias added, -inf beyond V.
 __device__ __forceinline__ void load_scores(const NormalizeParams& p, const Cell& cell, int column, Acc (&z)[kVector]) {
-  load_vector<kWide>(cell.from + column, p.vocabulary - column, -infinity<Acc>(), z);
+  if (kVocabulary % kStride && column >= kVocabulary) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) z[i] = -infinity<Acc>();
+    return;
+  }
+  load_vector<kWide>(cell.from + column, kVocabulary - column, -infinity<Acc>(), z);
   if (HAS_BIAS) {
     Acc bias[kVector];
-    load_vector<kWide>(p.bias + column, p.vocabulary - column, Acc(0), bias);
+    load_vector<kWide>(p.bias + column, kVocabulary - column, Acc(0), bias);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) z[i] += bias[i];
   }
+}
+
+__device__ __forceinline__ void store_scores(const Cell& cell, int column, const Acc (&z)[kVector]) {
+  if (kVocabulary % kStride && column >= kVocabulary) return;
+  store_vector<kWide>(cell.to + column, kVocabulary - column, z);
 }
 
 __device__ __forceinline__ Acc score(const NormalizeParams& p, const Cell& cell, int v) {
   return widen<Acc>(cell.from[v]) + (HAS_BIAS ? p.bias[v] : Acc(0));
 }
 
-// log-sum-exp over group g in one pass: a running maximum per thread, merged at the end.
-__device__ __forceinline__ Acc logsumexp(const NormalizeParams& p, const Cell& cell, int g) {
-  Acc top = -infinity<Acc>(), sum = 0;  // sum of 2^((z - top) log2 e)
-  for (int column = threadIdx.x % kRowThreads * kVector; column < p.vocabulary; column += kRowThreads * kVector) {
-    Acc z[kVector];
-    load_scores(p, cell, column, z);
-    Acc new_top = top;
+// The larger of `top` and the scores of group g; those outside the group become -inf.
+__device__ __forceinline__ Acc max_in_group(int g, int column, Acc (&z)[kVector], Acc top) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (!in_group(g, column + i)) z[i] = -infinity<Acc>();
-      new_top = new_top < z[i] ? z[i] : new_top;
-    }
-    const Acc shift = new_top == -infinity<Acc>() ? Acc(0) : new_top * kLog2e;
-    sum *= top == -infinity<Acc>() ? Acc(0) : exp_base(top * kLog2e - shift);
-    top = new_top;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sum += exp_base(z[i] * kLog2e - shift);
+  for (int i = 0; i < kVector; ++i) {
+    if (!in_group(g, column + i)) z[i] = -infinity<Acc>();
+    top = top < z[i] ? z[i] : top;
   }
-  const Acc row_top = row_max(top);
-  const Acc shift = row_top == -infinity<Acc>() ? Acc(0) : row_top * kLog2e;
-  const Acc scaled = top == -infinity<Acc>() ? sum : sum * exp_base(top * kLog2e - shift);
-  return (shift + log2(row_sum(scaled))) * kLn2;
+  return top;
+}
+__device__ __forceinline__ Acc finite_top(Acc top) { return top == -infinity<Acc>() ? Acc(0) : top; }
+
+__device__ __forceinline__ Acc sum_of_exponentials(const Acc (&z)[kVector], Acc top, Acc sum) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) sum += exp_base((z[i] - top) * kLog2e);
+  return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kBlock) normalize_forward(const __grid_constant__ NormalizeParams p) {
-  const Cell cell = cell_of(p);
-  if (!cell.exists) return;
-  const int thread = threadIdx.x % kRowThreads;
-  if (LOG_PROBS) {
-    if (thread < kColumns) {
+struct Normalizer {
+  Acc top, log_sum;
+};
+
+// Of group g. A resident row is read once and kept; a longer one is read once too, with a running maximum a thread
+// that is merged at the end.
+__device__ __forceinline__ Normalizer normalizer_of(const NormalizeParams& p, const Cell& cell, int g) {
+  Acc top = -infinity<Acc>(), sum = 0;
+  if (kResident) {
+    Acc z[kKept][kVector];
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-        if (c == thread) {
-          const Acc z = cell.column_logit[c] < 0 ? -infinity<Acc>() : score(p, cell, cell.column_logit[c]);
-          p.column_cn[c * p.n_nodes + cell.node] = z == infinity<Acc>() ? z - z : z;
-        }
-    }
-    return;
+    for (int s = 0; s < kKept; ++s) load_scores(p, cell, column_of(s), z[s]);
+#pragma unroll
+    for (int s = 0; s < kKept; ++s) top = max_in_group(g, column_of(s), z[s], top);
+    top = finite_top(row_max(top));
+#pragma unroll
+    for (int s = 0; s < kKept; ++s) sum = sum_of_exponentials(z[s], top, sum);
+    return {top, log2(row_sum(sum)) * kLn2};
   }
+  for (int s = 0; s < kSteps; ++s) {
+    Acc z[kVector];
+    load_scores(p, cell, column_of(s), z);
+    const Acc new_top = max_in_group(g, column_of(s), z, top);
+    if (new_top != top) sum *= exp_base((finite_top(top) - new_top) * kLog2e);  // 0 stays 0
+    top = new_top;
+    sum = sum_of_exponentials(z, finite_top(top), sum);
+  }
+  const Acc row_top = finite_top(row_max(top));
+  const Acc scaled = top == -infinity<Acc>() ? sum : sum * exp_base((top - row_top) * kLog2e);
+  return {row_top, log2(row_sum(scaled)) * kLn2};
+}
+
+__device__ __forceinline__ Acc column_score(const NormalizeParams& p, const Cell& cell, int c) {
+  return cell.column_logit[c] < 0 ? -infinity<Acc>() : score(p, cell, cell.column_logit[c]);
+}
+
+__device__ __forceinline__ void normalize_row(const NormalizeParams& p, const Cell& cell) {
+  const bool writes = threadIdx.x % kRowThreads == 0;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    const Acc normalizer = logsumexp(p, cell, g);
-    if (thread != 0) continue;
-    if (p.normalizer_gn) p.normalizer_gn[g * p.n_nodes + cell.node] = normalizer;
+    const Normalizer normalizer = LOG_PROBS ? Normalizer{0, 0} : normalizer_of(p, cell, g);
+    if (!writes) continue;
+    if (!LOG_PROBS && p.normalizer_gn) p.normalizer_gn[g * p.n_nodes + cell.node] = normalizer.log_sum;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
       if (kColumnGroup[c] == g) {
-        const Acc z = cell.column_logit[c] < 0 ? -infinity<Acc>() : score(p, cell, cell.column_logit[c]);
-        p.column_cn[c * p.n_nodes + cell.node] = normalizer == -infinity<Acc>() ? normalizer : z - normalizer;
+        const Acc z = column_score(p, cell, c);
+        const bool masked = normalizer.log_sum == -infinity<Acc>();
+        const Acc column = masked ? normalizer.log_sum : (z - normalizer.top) - normalizer.log_sum;
+        p.column_cn[c * p.n_nodes + cell.node] = column == infinity<Acc>() ? column - column : column;
       }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kBlock) normalize_forward(const __grid_constant__ NormalizeParams p) {
+  for (i64 row = first_row(p); row < p.tile.row_end; row += row_step()) normalize_row(p, cell_of(p, row));
+}
+
+// What a row's gradient is made of, beside its scores.
+struct Weights {
+  Acc posterior[kColumns], mass[kGroups], top[kGroups], offset[kGroups], upstream;
+};
+
+__device__ __forceinline__ Weights weights_of(const NormalizeParams& p, const Cell& cell) {
+  Weights w;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) w.posterior[c] = p.column_cn[c * p.n_nodes + cell.node];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    w.mass[g] = 0;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      if (kColumnGroup[c] == g) w.mass[g] += w.posterior[c];
+    w.top[g] = 0;
+    w.offset[g] = LOG_PROBS ? Acc(0) : p.normalizer_gn[g * p.n_nodes + cell.node] * kLog2e;
+  }
+  w.upstream = p.upstream_b[cell.at.b];
+  return w;
+}
+
+// The largest score of each group; get(s, z) gives the thread's scores of step s.
+template <class Get>
+__device__ __forceinline__ void find_tops(Weights& w, Get get) {
+  if (LOG_PROBS) return;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    Acc top = -infinity<Acc>();
+#pragma unroll(kResident ? kSteps : 1)
+    for (int s = 0; s < kSteps; ++s) {
+      Acc z[kVector];
+      get(s, z);
+      top = max_in_group(g, column_of(s), z, top);
+    }
+    w.top[g] = finite_top(row_max(top));
+  }
+}
+
+// z becomes its gradient.
+__device__ __forceinline__ void differentiate(const NormalizeParams& p, const Cell& cell, const Weights& w, int column,
+                                              Acc (&z)[kVector]) {
+  Acc grad[kVector] = {};
+  if (!LOG_PROBS) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+      if (w.mass[g] != Acc(0)) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i)
+          if (in_group(g, column + i)) grad[i] += w.mass[g] * exp_base((z[i] - w.top[g]) * kLog2e - w.offset[g]);
+      }
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const int hit = cell.column_logit[c] - column;
+    if (cell.column_logit[c] >= 0 && hit >= 0 && hit < kVector) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (i == hit) grad[i] -= w.posterior[c];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (CLAMPED) grad[i] = grad[i] > p.clamp ? p.clamp : grad[i] < -p.clamp ? -p.clamp : grad[i];
+    z[i] = grad[i] * w.upstream;
+  }
+}
+
+// Adds the block's sums to its row of bias_partials, warps in order.
+__device__ __forceinline__ void add_bias(const NormalizeParams& p, const Acc (&sums)[kKept][kVector]) {
+  __shared__ Acc parts[kRowsPerBlock][kRowThreads][kVector];
+  Acc* to = p.bias_partials + static_cast<i64>(blockIdx.x) * kVocabulary;
+  const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
+#pragma unroll
+  for (int s = 0; s < kKept; ++s) {
+    __syncthreads();  // the last step's readers are done
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) parts[group][thread][i] = sums[s][i];
+    __syncthreads();
+    const Acc* flat = &parts[0][0][0];
+    for (int i = threadIdx.x; i < kStride; i += kBlock) {
+      Acc total = 0;
+#pragma unroll
+      for (int r = 0; r < kRowsPerBlock; ++r) total += flat[r * kStride + i];
+      if (s * kStride + i < kVocabulary) to[s * kStride + i] += total;
+    }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kBlock) normalize_backward(const __grid_constant__ NormalizeParams p) {
-  const Cell cell = cell_of(p);
-  if (!cell.exists) return;
-  Acc posterior[kColumns], mass[kGroups] = {}, offset[kGroups];
+  Acc bias_sums[kKept][kVector] = {};
+  for (i64 row = first_row(p); row < p.tile.row_end; row += row_step()) {
+    const Cell cell = cell_of(p, row);
+    Weights w = weights_of(p, cell);
+    if (kResident) {
+      Acc z[kKept][kVector];
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) posterior[c] = p.column_cn[c * p.n_nodes + cell.node];
+      for (int s = 0; s < kKept; ++s) load_scores(p, cell, column_of(s), z[s]);
+      find_tops(w, [&](int s, Acc(&copy)[kVector]) {
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
+        for (int i = 0; i < kVector; ++i) copy[i] = z[s][i];
+      });
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      if (kColumnGroup[c] == g) mass[g] += posterior[c];
-    offset[g] = LOG_PROBS ? Acc(0) : p.normalizer_gn[g * p.n_nodes + cell.node] * kLog2e;
-  }
-  const Acc upstream = p.upstream_b[cell.at.b];
-  for (int column = threadIdx.x % kRowThreads * kVector; column < p.vocabulary; column += kRowThreads * kVector) {
-    Acc z[kVector], grad[kVector] = {};
-    if (!LOG_PROBS) {
-      load_scores(p, cell, column, z);
+      for (int s = 0; s < kKept; ++s) {
+        differentiate(p, cell, w, column_of(s), z[s]);
+        store_scores(cell, column_of(s), z[s]);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g)
-        if (mass[g] != Acc(0)) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i)
-            if (in_group(g, column + i)) grad[i] += mass[g] * exp_base(z[i] * kLog2e - offset[g]);
-        }
-    }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int hit = cell.column_logit[c] - column;
-      if (cell.column_logit[c] >= 0 && hit >= 0 && hit < kVector) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i)
-          if (i == hit) grad[i] -= posterior[c];
+        for (int i = 0; i < kVector; ++i) bias_sums[s][i] += z[s][i];
+      }
+    } else {
+      find_tops(w, [&](int s, Acc(&z)[kVector]) { load_scores(p, cell, column_of(s), z); });
+      for (int s = 0; s < kSteps; ++s) {
+        Acc z[kVector];
+        load_scores(p, cell, column_of(s), z);
+        differentiate(p, cell, w, column_of(s), z);
+        store_scores(cell, column_of(s), z);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (CLAMPED) grad[i] = grad[i] > p.clamp ? p.clamp : grad[i] < -p.clamp ? -p.clamp : grad[i];
-      grad[i] *= upstream;
-    }
-    store_vector<kWide>(cell.to + column, p.vocabulary - column, grad);
   }
+  if (kResident && p.bias_partials) add_bias(p, bias_sums);
 }
 
-// bias_partials[chunk][v] = sum of dz[r][v] over the chunk's rows: grid (V / 256, bias_chunks), block (32, 8).
+// bias_partials[chunk][v] += sum of dz[r][v] over the chunk's rows, for rows too long to be resident: grid
+// (V / 256, bias_chunks), block (32, 8).
 extern "C" __global__ void __launch_bounds__(256) bias_partials(const __grid_constant__ NormalizeParams p) {
   __shared__ Acc parts[kBiasRows][kWarp][kVector];
-  const int column = (blockIdx.x * kWarp + threadIdx.x) * kVector, n_left = p.vocabulary - column;
+  const int column = (blockIdx.x * kWarp + threadIdx.x) * kVector, n_left = kVocabulary - column;
   const i64 n_rows = p.tile.row_end - p.tile.row_begin;
   const i64 begin = n_rows * blockIdx.y / p.bias_chunks, end = n_rows * (blockIdx.y + 1) / p.bias_chunks;
   Acc sum[kVector] = {};
   if (n_left > 0)
     for (i64 row = begin + threadIdx.y; row < end; row += kBiasRows) {
       Acc x[kVector];
-      load_vector<kWide>(p.grad_logits + row * p.vocabulary + column, n_left, Acc(0), x);
+      load_vector<kWide>(p.grad_logits + row * kVocabulary + column, n_left, Acc(0), x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum[i] += x[i];
     }
@@ -243,15 +369,23 @@ extern "C" __global__ void __launch_bounds__(256) bias_partials(const __grid_con
   for (int i = 0; i < kVector; ++i) {
     Acc total = 0;
     for (int r = 0; r < kBiasRows; ++r) total += parts[r][threadIdx.x][i];
-    if (i < n_left) p.bias_partials[static_cast<i64>(blockIdx.y) * p.vocabulary + column + i] = total;
+    if (i < n_left) p.bias_partials[static_cast<i64>(blockIdx.y) * kVocabulary + column + i] += total;
   }
 }
 
+// grad_bias[v] += sum over chunks, in order: 32 columns x 8 thread rows a block.
 extern "C" __global__ void __launch_bounds__(256) bias_add(const __grid_constant__ NormalizeParams p) {
-  const int v = blockIdx.x * blockDim.x + threadIdx.x;
-  if (v >= p.vocabulary) return;
+  __shared__ Acc parts[kBiasRows][kWarp];
+  const int v = blockIdx.x * kWarp + threadIdx.x;
+  Acc sum = 0;
+  if (v < kVocabulary)
+    for (int chunk = threadIdx.y; chunk < p.bias_chunks; chunk += kBiasRows)
+      sum += p.bias_partials[static_cast<i64>(chunk) * kVocabulary + v];
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || v >= kVocabulary) return;
   Acc total = 0;
-  for (int chunk = 0; chunk < p.bias_chunks; ++chunk) total += p.bias_partials[static_cast<i64>(chunk) * p.vocabulary + v];
+  for (int r = 0; r < kBiasRows; ++r) total += parts[r][threadIdx.x];
   p.bias_sums[v] += total;
 }
 
@@ -265,6 +399,6 @@ extern "C" __global__ void __launch_bounds__(256) zero_padding(const __grid_cons
                         u < p.rows.state_start_b[b + 1] - p.rows.state_start_b[b];
     if (inside) continue;
     Logit* to = p.grad_logits + p.grad_offset_b[b] + t * p.grad_step_t + u * p.grad_step_u;
-    for (int v = threadIdx.x % kWarp; v < p.vocabulary; v += kWarp) to[v] = narrow<Logit>(Acc(0));
+    for (int v = threadIdx.x % kWarp; v < kVocabulary; v += kWarp) to[v] = narrow<Logit>(Acc(0));
   }
 }

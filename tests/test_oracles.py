@@ -304,9 +304,7 @@ def test_assert_close() -> None:
     close([1.0, np.inf, -np.inf], [1.1, np.inf, -np.inf])
     close(np.zeros((0, 3)), np.zeros((0, 3)))
     close([np.nan, 1.0], [np.nan, 1.0], equal_nan=True)
-    with pytest.raises(
-        AssertionError, match=r"loss\[b\]: off by 3, budget 0.102 at \(1,\): got 5, expected 2; 2 of 3"
-    ):
+    with pytest.raises(AssertionError, match=r"loss\[b\]: off by 3, budget 0.102 at \(1,\): got 5, expected 2; 2 of 3"):
         close([1.0, 5.0, 1.0], [1.0, 2.0, 2.0])
     with pytest.raises(AssertionError, match=r"NaN out of place at \(1,\)"):
         close([1.0, np.nan], [1.0, np.nan])

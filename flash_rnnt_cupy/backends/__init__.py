@@ -26,7 +26,7 @@ class Lattice:
     """Numbers kept per node, in node order.
 
     column_cn     [C, N]  log-probability of each column; after ``posteriors`` its posterior, in place
-    normalizer_gn [G, N]  log-sum-exp of each softmax group          None where no gradient is wanted
+    normalizer_gn [G, N]  log-sum-exp of each softmax group, less its largest score; None where no gradient is wanted
     alpha_n       [N]     log of the mass that reaches the node      likewise
     """
 
@@ -83,7 +83,8 @@ NAMES = ("cuda", "numpy")  # in order of preference
 HOST = "cpu"
 
 
-def _check_name(requested: str) -> tuple[str, ...]:
+def candidates(requested: str) -> tuple[str, ...]:
+    """The backends that "auto" or a name stands for, in order of preference."""
     if requested not in ("auto", *NAMES):
         raise InputError("backend", f"one of auto, {', '.join(NAMES)}", repr(requested))
     return NAMES if requested == "auto" else (requested,)
@@ -112,7 +113,7 @@ def load(name: str, device: str) -> Backend:
 def choose(requested: str, problem: Problem, device: str) -> Backend:
     """The first backend that can do the problem where its arrays are; the error says why none can."""
     refusals = []
-    for name in _check_name(requested):
+    for name in candidates(requested):
         where = "host memory" if device == HOST else device
         if (device == HOST) != (name == "numpy"):
             refusals.append(f"{name}: the arrays are in {where}")
@@ -129,7 +130,7 @@ def choose(requested: str, problem: Problem, device: str) -> Backend:
 
 def planning_facts(requested: str) -> DeviceFacts:
     """Facts to plan with: of the backend on this machine, or of an H200 for "cuda" where there is no GPU."""
-    names = _check_name(requested)
+    names = candidates(requested)
     name = next((n for n in names if not unavailable(n)), names[0])
     if unavailable(name):
         from flash_rnnt_cupy.backends.cuda.facts import H200  # noqa: PLC0415  backends load on demand

@@ -71,5 +71,6 @@ def backend(device: int) -> Backend:
 
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
     attributes = cupy.cuda.Device(device).attributes
-    facts = device_facts(name, attributes["L2CacheSize"], attributes["MaxSharedMemoryPerBlockOptin"])
+    sizes = (attributes[key] for key in ("L2CacheSize", "MaxSharedMemoryPerBlockOptin", "MultiProcessorCount"))
+    facts = device_facts(name, *sizes)
     return make_backend(CUPY, facts, allocate)

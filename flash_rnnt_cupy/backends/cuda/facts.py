@@ -7,7 +7,7 @@ import functools
 from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, accumulator_dtype
 from flash_rnnt_cupy.problem import Form, Problem
 
-BIAS_CHUNKS = 64  # partial sums of the bias gradient
+BLOCKS_PER_MULTIPROCESSOR = 2  # of normalize_backward; each keeps partial sums of the bias gradient
 
 
 def index_words(packing: Packing) -> int:
@@ -27,7 +27,9 @@ def ring_shape(problem: Problem, packing: Packing) -> tuple[int, int, int]:
     return problem.batch, problem.topology.reach + 1, longest
 
 
-def _scratch(shared_bytes: int, problem: Problem, packing: Packing, gradients: frozenset[str]) -> tuple[Part, ...]:
+def _scratch(
+    shared_bytes: int, multiprocessors: int, problem: Problem, packing: Packing, gradients: frozenset[str]
+) -> tuple[Part, ...]:
     dtype = accumulator_dtype(problem.dtype)
     parts = [Part("index tables", (index_words(packing),), "int64", Life.SAVED)]
     ring = ring_shape(problem, packing)
@@ -39,19 +41,20 @@ def _scratch(shared_bytes: int, problem: Problem, packing: Packing, gradients: f
         parts.append(Part("band tables", (frame_words(packing),), "int64", Life.BACKWARD))
         parts.append(Part("band selection", (2, packing.n_frames), "int64", Life.BACKWARD))
     if "bias" in gradients:
-        parts.append(Part("bias partial sums", (BIAS_CHUNKS, problem.vocabulary), dtype, Life.BACKWARD))
+        blocks = BLOCKS_PER_MULTIPROCESSOR * multiprocessors
+        parts.append(Part("bias partial sums", (blocks, problem.vocabulary), dtype, Life.BACKWARD))
     return tuple(parts)
 
 
-def device_facts(name: str, l2_bytes: int, shared_bytes: int) -> DeviceFacts:
-    """Facts of a device with that second-level cache and that much shared memory a block."""
+def device_facts(name: str, l2_bytes: int, shared_bytes: int, multiprocessors: int) -> DeviceFacts:
+    """Facts of a device with that second-level cache, shared memory a block, and number of multiprocessors."""
     return DeviceFacts(
         name=name,
         tile_bytes=max(l2_bytes, 16 << 20),
         half_products=True,
         alpha_dtype="float64",
-        scratch=functools.partial(_scratch, shared_bytes),
+        scratch=functools.partial(_scratch, shared_bytes, multiprocessors),
     )
 
 
-H200 = device_facts("NVIDIA H200", l2_bytes=60 << 20, shared_bytes=227 << 10)
+H200 = device_facts("NVIDIA H200", l2_bytes=60 << 20, shared_bytes=227 << 10, multiprocessors=132)

@@ -18,7 +18,7 @@ from flash_rnnt_cupy.backends import Allocate, Lattice
 from flash_rnnt_cupy.backends.cuda import tables
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
 from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Record
-from flash_rnnt_cupy.backends.cuda.facts import BIAS_CHUNKS, ring_shape
+from flash_rnnt_cupy.backends.cuda.facts import ring_shape
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
 from flash_rnnt_cupy.plan import Plan, Rows, Tile, accumulator_dtype
 from flash_rnnt_cupy.problem import ACTIVATIONS, ITEMSIZE, Form, Inputs, Problem
@@ -30,7 +30,8 @@ ROWS_PER_BLOCK = 32  # joint.cu: kRowsPerBlock
 SUM_COLUMNS = 256  # columns of a block of sums: 32 lanes x 8
 WARPS = THREADS // 32
 MAX_STATE_THREADS = 1024
-MAX_GRID_Y = 65_535
+MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65_535
+MAX_RESIDENT_STEPS = 8  # normalize.cu: kResident
 
 Constants = tuple[tuple[str, str | int], ...]
 
@@ -62,7 +63,6 @@ def joint_record(acc: str) -> np.dtype[Any]:
         ("seed", np.uint64),
         ("scale", "acc"),
         ("threshold", np.uint32),
-        ("width", np.int32),
     )
 
 
@@ -90,7 +90,6 @@ def normalize_record(acc: str) -> np.dtype[Any]:
         ("bias_sums", "pointer"),
         ("n_nodes", np.int64),
         ("clamp", "acc"),
-        ("vocabulary", np.int32),
         ("blank", np.int32),
         ("batch", np.int32),
         ("bias_chunks", np.int32),
@@ -147,12 +146,13 @@ UPSTREAM_RECORD = _record(
 # ---- specialisations ---------------------------------------------------------------------------------------------
 
 
-def joint_spec(state: str, work: str, acc: str, activation: str, dropout: bool, wide: bool) -> ModuleSpec:
+def joint_spec(state: str, work: str, acc: str, width: int, activation: str, dropout: bool, wide: bool) -> ModuleSpec:
     """joint.cu for these dtypes and this joint network."""
     constants: Constants = (
         ("STATE", state),
         ("WORK", work),
         ("ACCUMULATOR", acc),
+        ("WIDTH", width),
         ("ACTIVATION", activation),
         ("DROPOUT", int(dropout)),
         ("WIDE", int(wide)),
@@ -177,6 +177,7 @@ def normalize_spec(
         *_table_constants(topology),
         ("LOGIT", logit),
         ("ACCUMULATOR", acc),
+        ("VOCABULARY", vocabulary),
         ("ROW_THREADS", _row_threads(vocabulary)),
         ("GRID", int(grid)),
         ("HAS_BIAS", int(has_bias)),
@@ -214,7 +215,7 @@ def all_specs() -> Iterator[ModuleSpec]:
     for state in ("float16", "bfloat16", "float32", "float64"):
         acc = accumulator_dtype(state)
         for wide in (False, True):
-            yield joint_spec(state, state, acc, "relu", True, wide)
+            yield joint_spec(state, state, acc, 640, "relu", True, wide)
             for vocabulary in (1_000, 5_000, 50_000):
                 yield normalize_spec(
                     RNNT,
@@ -234,7 +235,7 @@ def all_specs() -> Iterator[ModuleSpec]:
         yield convert_spec(acc, state, acc, True)
     for activation in ACTIVATIONS:
         for acc in ("float32", "float64"):
-            yield joint_spec(acc, acc, acc, activation, False, True)
+            yield joint_spec(acc, acc, acc, 512, activation, False, True)
     for acc in ("float32", "float64"):
         yield recursion_spec(RNNT, acc)
         yield select_spec(RNNT, acc)
@@ -243,6 +244,12 @@ def all_specs() -> Iterator[ModuleSpec]:
 def _row_threads(vocabulary: int) -> int:
     """Threads that share a row of V scores: a warp, or a block."""
     return 32 if vocabulary <= 2048 else 256 if vocabulary <= 16384 else 1024
+
+
+def _row_steps(vocabulary: int) -> int:
+    """Vectors of a row that a thread of normalize.cu has; rows of a block of 1024 threads are never resident."""
+    threads = _row_threads(vocabulary)
+    return MAX_RESIDENT_STEPS + 1 if threads > THREADS else -(-vocabulary // (threads * 8))
 
 
 def _bits(members: tuple[int, ...]) -> int:
@@ -317,6 +324,12 @@ class CudaCall:
         """Dtype of sums and lattice."""
         return accumulator_dtype(self.problem.dtype)
 
+    @property
+    def bias_chunks(self) -> int:
+        """Blocks of normalize_backward, and rows of its partial sums of the bias gradient."""
+        account = self.plan.account
+        return account["bias partial sums"].shape[0] if "bias partial sums" in account else MAX_GRID_X
+
     def take(self, name: str) -> DeviceArray:
         """Memory for a part of the account."""
         part = self.plan.account[name]
@@ -376,7 +389,7 @@ def _upload(driver: Driver, arrays: tables.Tables, memory: DeviceArray) -> dict[
 
 
 def _convert(call: CudaCall, source: DeviceArray, target: DeviceArray, scale: int | None) -> None:
-    """Target = source * *scale, in the target's dtype."""
+    """target = source * *scale, in the target's dtype."""
     record = np.zeros(1, CONVERT_RECORD)
     n = target.nbytes // ITEMSIZE[target.dtype]
     _fill(record, {"from": source.pointer, "to": target.pointer, "scale": scale or 0, "n": n})
@@ -421,6 +434,7 @@ def _joint_launch(
         problem.dtype,
         hidden.dtype,
         call.acc,
+        problem.joint_width,
         problem.options.activation,
         drop_below > 0,
         all(is_aligned(array) for array in (inputs.encoder, inputs.predictor, hidden)),
@@ -444,7 +458,6 @@ def _joint_launch(
             "seed": problem.options.seed,
             "scale": DRAWS / (DRAWS - drop_below),
             "threshold": drop_below,
-            "width": problem.joint_width,
         },
     )
     call.launches[key] = Launch(call.driver, spec, entry, record)
@@ -464,17 +477,14 @@ def joint_backward(
     grad_predictor: DeviceArray | None,
 ) -> None:
     """Adds the tile's part to grad_encoder and grad_predictor (shaped like the inputs); uses up grad_hidden."""
-    _joint_launch(call, "joint_slope", grad_hidden)(tile, (-(-tile.n_rows // ROWS_PER_BLOCK),), (THREADS,))
-    column_blocks = -(-call.problem.joint_width // SUM_COLUMNS)
-    block = (32, WARPS)
-    if grad_encoder is not None:
-        grid = (tile.frame_end - tile.frame_begin, column_blocks)
-        _joint_launch(call, "encoder_sums", grad_hidden, grad_encoder=grad_encoder)(tile, grid, block)
+    frames = tile.frame_end - tile.frame_begin
+    _joint_launch(call, "joint_backward", grad_hidden, grad_encoder=grad_encoder)(tile, (frames,), (THREADS,))
     if grad_predictor is not None:
         packing = call.rows.packing
         first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
-        grid = (int(packing.state_start_b[last + 1] - packing.state_start_b[first]), column_blocks)
-        _joint_launch(call, "predictor_sums", grad_hidden, grad_predictor=grad_predictor)(tile, grid, block)
+        n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
+        grid = (n_states, -(-call.problem.joint_width // SUM_COLUMNS))
+        _joint_launch(call, "predictor_sums", grad_hidden, grad_predictor=grad_predictor)(tile, grid, (32, WARPS))
 
 
 def product(call: CudaCall, hidden: DeviceArray, logits: DeviceArray, n_rows: int) -> None:
@@ -550,10 +560,9 @@ def _normalize_launch(
             "bias_sums": _pointer(grad_bias),
             "n_nodes": call.plan.rows.n_rows,
             "clamp": options.clamp or 0,
-            "vocabulary": problem.vocabulary,
             "blank": problem.blank,
             "batch": problem.batch,
-            "bias_chunks": BIAS_CHUNKS,
+            "bias_chunks": call.bias_chunks,
         },
     )
     if grid:
@@ -573,17 +582,18 @@ def _normalize_launch(
     return call.launches[key]
 
 
-def _row_grid(problem: Problem, tile: Tile) -> tuple[Grid, Grid]:
-    """Blocks and threads of a kernel that gives a row to a warp or to a block."""
+def _row_grid(problem: Problem, tile: Tile, most: int) -> tuple[Grid, Grid]:
+    """Blocks (at most so many) and threads of a kernel that gives a row to a warp or to a block."""
     threads = _row_threads(problem.vocabulary)
-    return ((-(-tile.n_rows // WARPS),), (THREADS,)) if threads == 32 else ((tile.n_rows,), (threads,))
+    blocks = -(-tile.n_rows // WARPS) if threads == 32 else tile.n_rows
+    return (min(blocks, most),), (max(threads, THREADS),)
 
 
 def normalize_forward(call: CudaCall, tile: Tile, logits: DeviceArray, lattice: Lattice) -> None:
     """Fills the lattice at the tile's nodes from ``logits`` (the tile's, or the caller's); logits stay."""
     if tile.n_rows:
         launch = _normalize_launch(call, "normalize_forward", logits, lattice, logits)
-        launch(tile, *_row_grid(call.problem, tile))
+        launch(tile, *_row_grid(call.problem, tile, MAX_GRID_X))
 
 
 def normalize_backward(
@@ -602,11 +612,14 @@ def normalize_backward(
         call.driver.zero(grad_logits)
         return
     problem, arrays = call.problem, (logits, lattice, grad_logits, grad_bias)
-    _normalize_launch(call, "normalize_backward", *arrays)(tile, *_row_grid(problem, tile))
+    blocks = call.bias_chunks
+    _normalize_launch(call, "normalize_backward", *arrays)(tile, *_row_grid(problem, tile, blocks))
     if grad_bias is not None:
-        grid = (-(-problem.vocabulary // SUM_COLUMNS), BIAS_CHUNKS)
-        _normalize_launch(call, "bias_partials", *arrays)(tile, grid, (32, WARPS))
-        _normalize_launch(call, "bias_add", *arrays)(tile, (-(-problem.vocabulary // THREADS),), (THREADS,))
+        if _row_steps(problem.vocabulary) > MAX_RESIDENT_STEPS:
+            grid: Grid = (-(-problem.vocabulary // SUM_COLUMNS), blocks)
+            _normalize_launch(call, "bias_partials", *arrays)(tile, grid, (32, WARPS))
+        if tile.row_end == call.rows.n_rows:
+            _normalize_launch(call, "bias_add", *arrays)(tile, (-(-problem.vocabulary // 32),), (32, WARPS))
     if len(grad_logits.shape) == 4:
         cells = grad_logits.shape[1] * grad_logits.shape[2]
         grid = (-(-cells // WARPS), min(problem.batch, MAX_GRID_Y))
@@ -729,14 +742,12 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
     if rows is not call.plan.rows:
         memory = call.take("band tables")
         table, keep = {**table, **_upload(call.driver, tables.rows_tables(rows), memory)}, (*keep, memory)
+    partials = None
+    if "bias partial sums" in call.plan.account:
+        partials = call.take("bias partial sums")
+        call.driver.zero(partials)
     return dataclasses.replace(
-        call,
-        rows=rows,
-        table=table,
-        keep=keep,
-        upstream=upstream,
-        bias_partials=call.take("bias partial sums") if "bias partial sums" in call.plan.account else None,
-        launches={},
+        call, rows=rows, table=table, keep=keep, upstream=upstream, bias_partials=partials, launches={}
     )
 
 
@@ -746,7 +757,7 @@ def fill_zero(call: CudaCall, buffer: DeviceArray) -> None:
 
 
 def finish(call: CudaCall, sums: DeviceArray, gradient: DeviceArray) -> None:
-    """Gradient = sums times the scale of the upstream gradients."""
+    """gradient = sums times the scale of the upstream gradients."""
     assert call.upstream is not None
     scale = call.upstream.pointer + ITEMSIZE[call.acc] * call.problem.batch
     _convert(call, sums, gradient, scale)

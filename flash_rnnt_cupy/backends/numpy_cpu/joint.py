@@ -15,7 +15,7 @@ from flash_rnnt_cupy.plan import Rectangle, Tile
 
 
 def joint_forward(call: NumpyCall, tile: Tile, hidden: Array) -> None:
-    """Hidden [R, H]: the rows of the tile."""
+    """hidden [R, H]: the rows of the tile."""
     activation = TABLE[call.problem.options.activation]
     for rectangle in call.rectangles(tile, max(hidden.shape[1], BLOCK), hidden.itemsize):
         out = call.rows_view(hidden, tile, rectangle)

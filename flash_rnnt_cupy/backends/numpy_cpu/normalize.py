@@ -1,8 +1,11 @@
 """From a node's V scores to its columns, and back to the gradient of the scores.
 
-    forward    normalizer_g = logsumexp of z over group g;   column_c = z[v_c] - normalizer_g(c)
-    backward   dz[v] = mass_g exp(z[v] - normalizer_g) - sum over columns c on logit v of posterior_c,
+    forward    normalizer_g = log of the sum of exp(z - top_g), top_g = max of z over group g
+               column_c = (z[v_c] - top_g) - normalizer_g,  g = group of c
+    backward   dz[v] = mass_g exp((z[v] - top_g) - normalizer_g) - sum over columns c on logit v of posterior_c,
                clipped to [-clamp, clamp], times the utterance's upstream gradient
+
+Scores enter relative to the largest, so that large ones keep their digits.
 
 -inf scores are lawful: they get probability and gradient zero, and a node with none but -inf passes nothing
 on. A NaN or +inf score makes every column of its node NaN, and so the loss of its utterance.
@@ -26,18 +29,17 @@ def normalize_forward(call: NumpyCall, tile: Tile, logits: Array, lattice: Latti
     topology = call.problem.topology
     for rectangle, scores in _scores(call, tile, logits):
         columns = call.node_view(lattice.column_cn, rectangle)
+        normalizers = []
+        for g, group in enumerate(() if call.problem.form is Form.LOG_PROBS else topology.groups):
+            normalizers.append(_center(scores[..., group.slice()]))
+            if lattice.normalizer_gn is not None:
+                call.node_view(lattice.normalizer_gn, rectangle)[g] = normalizers[g]
         for c, column in enumerate(topology.columns):
             _gather(call, column.logit, rectangle, scores, columns[c])
-        if call.problem.form is Form.LOG_PROBS:
-            columns[columns == np.inf] = np.nan
-            continue
-        for g, group in enumerate(topology.groups):
-            normalizer = _logsumexp(scores[..., group.slice()])
-            if lattice.normalizer_gn is not None:
-                call.node_view(lattice.normalizer_gn, rectangle)[g] = normalizer
-            for c, column in enumerate(topology.columns):
-                if column.group == g:
-                    _subtract(columns[c], normalizer)
+            if normalizers:
+                masked = normalizers[column.group] == -np.inf  # there the column is -inf already
+                columns[c] -= np.where(masked, 0, normalizers[column.group])
+        columns[columns == np.inf] = np.nan
 
 
 def normalize_backward(
@@ -67,8 +69,7 @@ def normalize_backward(
         if clamp is not None:
             np.clip(scores, -clamp, clamp, out=scores)
         np.multiply(scores, call.grad_losses_b[rectangle.b], out=scores, casting="same_kind")
-        with np.errstate(over="ignore"):  # float16: beyond its range is inf, as in any framework
-            call.logits_view(grad_logits, tile, rectangle)[...] = scores
+        call.logits_view(grad_logits, tile, rectangle)[...] = scores
         if grad_bias is not None:
             grad_bias += scores.sum((0, 1))
     if grad_logits.ndim == 4:
@@ -86,7 +87,7 @@ def _scores(call: NumpyCall, tile: Tile, logits: Array) -> Iterator[tuple[Rectan
 
 
 def _gather(call: NumpyCall, logit: Logit | int, rectangle: Rectangle, scores: Array, column: Array) -> None:
-    """Column [frames, states] = the logit's scores; -inf where there is no next label."""
+    """column [frames, states] = the logit's scores; -inf where there is no next label."""
     if logit is Logit.LABEL:
         labels = call.labels(rectangle)
         column[:, : len(labels)] = scores[:, np.arange(len(labels)), labels]
@@ -110,35 +111,33 @@ def _row(call: NumpyCall, logit: Logit | int) -> int:
     return call.problem.blank if logit is Logit.BLANK else int(logit)  # type: ignore[arg-type]
 
 
-def _logsumexp(scores: Array) -> Array:
-    """Over the last axis. +inf and NaN give NaN, all -inf gives -inf."""
-    top = scores.max(-1)
-    shift = np.where(np.isfinite(top), top, 0)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        total = np.exp(scores - shift[..., None]).sum(-1)
-        result = np.log(total) + shift
-    return np.where(top == np.inf, np.nan, result)
+def _subtract_top(scores: Array) -> None:
+    """scores -= their largest over the last axis, where that is not -inf. In a row with +inf that score is NaN."""
+    top = scores.max(-1, keepdims=True)
+    scores -= np.where(top == -np.inf, 0, top)
 
 
-def _subtract(column: Array, normalizer: Array) -> None:
-    """Column -= normalizer, with -inf - -inf = -inf."""
-    with np.errstate(invalid="ignore"):
-        column -= np.where(normalizer == -np.inf, 0, normalizer)
+def _center(scores: Array) -> Array:
+    """Subtracts the largest score over the last axis; returns the log of the sum of exponentials of the rest."""
+    _subtract_top(scores)
+    with np.errstate(divide="ignore"):
+        normalizer: Array = np.log(np.exp(scores).sum(-1))
+    return normalizer
 
 
 def _softmax_times_mass(
     call: NumpyCall, rectangle: Rectangle, scores: Array, posteriors: Array, normalizer_gn: Array
 ) -> None:
-    """scores[v] = mass_g exp(scores[v] - normalizer_g); zero where the mass is."""
+    """scores[v] = mass_g exp((scores[v] - top_g) - normalizer_g); zero where the mass is."""
     normalizers = call.node_view(normalizer_gn, rectangle)
     topology = call.problem.topology
     for g, group in enumerate(topology.groups):
         mass = sum(posteriors[c] for c, column in enumerate(topology.columns) if column.group == g)
         part = scores[..., group.slice()]
-        with np.errstate(invalid="ignore"):
-            part -= normalizers[g][..., None]
-            np.exp(part, out=part)
-            part *= np.asarray(mass)[..., None]
+        _subtract_top(part)
+        part -= normalizers[g][..., None]
+        np.exp(part, out=part)
+        part *= np.asarray(mass)[..., None]
         part[mass == 0] = 0
 
 

@@ -8,7 +8,7 @@ from flash_rnnt_cupy.backends.numpy_cpu.call import Array, NumpyCall
 
 
 def product(call: NumpyCall, hidden: Array, logits: Array, n_rows: int) -> None:
-    """Logits [R, V] = hidden [R, H] weight^T, for the first n_rows rows."""
+    """logits [R, V] = hidden [R, H] weight^T, for the first n_rows rows."""
     assert call.weight is not None
     np.matmul(hidden[:n_rows], call.weight.T, out=logits[:n_rows])
 
@@ -24,6 +24,6 @@ def product_weight(
 
 
 def product_hidden(call: NumpyCall, grad_logits: Array, hidden: Array, n_rows: int) -> None:
-    """Hidden [R, H] = grad_logits [R, V] weight: the hidden states give way to their gradient."""
+    """hidden [R, H] = grad_logits [R, V] weight: the hidden states give way to their gradient."""
     assert call.weight is not None
     np.matmul(grad_logits[:n_rows], call.weight, out=hidden[:n_rows])
