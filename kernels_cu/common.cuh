@@ -55,13 +55,18 @@ __device__ __forceinline__ bfloat16 narrow<bfloat16, double>(double x) { return 
 
 // ---- 8 neighbouring columns -----------------------------------------------------------------------------------------
 // kWide: the address is 16-byte aligned and all 8 columns exist. Otherwise columns >= n_left read as `fill`.
+template <class T>
+__device__ __forceinline__ void copy_vector(const T* from, T (&raw)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T) * kVector / 16); ++i)
+    reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(from)[i];
+}
+
 template <bool kWide, class A, class T>
 __device__ __forceinline__ void load_vector(const T* from, int n_left, A fill, A (&x)[kVector]) {
   if (kWide) {
     T raw[kVector];
-    constexpr int kPieces = sizeof(T) * kVector / 16;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(from)[i];
+    copy_vector(from, raw);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = widen<A>(raw[i]);
   } else {

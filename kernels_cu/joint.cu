@@ -3,8 +3,8 @@
 //              joint_backward   dh[t, u] becomes dh[t, u] mask / keep f'(e[t] + p[u]), in place, and
 //                               de[t] += its sum over u
 //              predictor_sums   dp[u] += its sum over t
-// Grid       joint_forward: 32 rows a block of 256 threads, 4 rows a warp, 8 lanes a row; a lane has columns
-//            64 k + 8 j ... + 8, so that it draws its dropout state once
+// Grid       joint_forward: 4 rows a warp, 8 lanes a row; a lane has columns 64 k + 8 j ... + 8, so that it draws its
+//            dropout state once
 //            joint_backward: a frame a block, rows strided over its 8 warps, 256 columns a warp at once
 //            predictor_sums: a state x 32 column vectors a block
 // Reads      encoder [.., H], predictor [.., H] STATE; hidden [R, H] WORK
@@ -24,8 +24,7 @@ constexpr bool kWide = WIDE;
 
 enum class Activation { relu, tanh, sigmoid, gelu, silu, identity };
 constexpr Activation kActivation = Activation::ACTIVATION;
-constexpr int kRowsPerBlock = 32;
-constexpr int kRowsPerWarp = 4;
+constexpr int kRowsPerWarp = kWarp / kDropoutLanes;  // of joint_forward
 constexpr int kGroups = 8;                                         // warps of a block, and thread rows of sums
 constexpr int kWidth = WIDTH;
 constexpr int kStride = kWarp * kVector;                           // columns of a warp at once
@@ -90,17 +89,16 @@ __device__ __forceinline__ const State* predictor_row(const JointParams& p, int 
 }
 
 extern "C" __global__ void __launch_bounds__(256) joint_forward(const __grid_constant__ JointParams p) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const i64 first = p.tile.row_begin + static_cast<i64>(blockIdx.x) * kRowsPerBlock + warp * kRowsPerWarp;
+  const int lane = threadIdx.x % kWarp, j = lane % kDropoutLanes;
+  const i64 warp = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+  const i64 first = p.tile.row_begin + warp * kRowsPerWarp, row = first + lane / kDropoutLanes;
   if (first >= p.tile.row_end) return;  // the whole warp
   i64 frame = find_frame(p.rows, first, p.tile.frame_begin, p.tile.frame_end);
-  const i64 row = first + lane / kDropoutLanes;
   if (row >= p.tile.row_end) return;
-  while (row >= p.rows.row_start_f[frame + 1]) ++frame;
+  while (p.rows.row_start_f[frame + 1] <= row) ++frame;
   const Place at = place_of(p.rows, frame, row);
   const State *e = encoder_row(p, at), *q = predictor_row(p, at.b, at.u);
   Work* h = p.hidden + (row - p.tile.row_begin) * kWidth;
-  const int j = lane % kDropoutLanes;
   DropoutState state;
   if (DROPOUT) state = dropout_state(p.seed, node_of(p.rows, at), j);
 #pragma unroll 4
@@ -150,21 +148,26 @@ extern "C" __global__ void __launch_bounds__(256) joint_backward(const __grid_co
       state = dropout_state(p.seed, node_of(p.rows, at), lane % kDropoutLanes);
       for (int k = 0; k < lane / kDropoutLanes; ++k) dropout_step(state);
     }
+    Acc grad[kSteps][kVector];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {  // all loads before the first store
+      const int column = s * kStride + lane * kVector;
+      if (column < kWidth) load_vector<kWide>(h + column, kWidth - column, Acc(0), grad[s]);
+    }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int column = s * kStride + lane * kVector;
       if (column < kWidth) {
-        Acc x[kVector], grad[kVector];
-        load_vector<kWide>(h + column, kWidth - column, Acc(0), grad);
+        Acc x[kVector];
         load_sum(e, q, column, x);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) grad[i] *= derivative(x[i]);
-        if (DROPOUT) dropout_apply(state, p.threshold, p.scale, grad);
-        store_vector<kWide>(h + column, kWidth - column, grad);
+        for (int i = 0; i < kVector; ++i) grad[s][i] *= derivative(x[i]);
+        if (DROPOUT) dropout_apply(state, p.threshold, p.scale, grad[s]);
+        store_vector<kWide>(h + column, kWidth - column, grad[s]);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[s][i] += grad[i];
+        for (int i = 0; i < kVector; ++i) sum[s][i] += grad[s][i];
       }
-      if (DROPOUT)
+      if (DROPOUT && s + 1 < kSteps)
         for (int k = 0; k < kWarp / kDropoutLanes; ++k) dropout_step(state);
     }
   }
@@ -185,17 +188,19 @@ extern "C" __global__ void __launch_bounds__(256) predictor_sums(const __grid_co
   const i64 begin = max(p.rows.frame_start_b[b], p.tile.frame_begin);
   const i64 end = min(p.rows.frame_start_b[b + 1], p.tile.frame_end);
   Acc sum[kVector] = {};
-  if (n_left > 0)
+  if (n_left > 0) {
+#pragma unroll 4
     for (i64 frame = begin + threadIdx.y; frame < end; frame += kGroups) {
-      const i64 row = p.rows.row_start_f[frame] + u - p.rows.lo_f[frame];
-      const i64 row_begin = max(p.rows.row_start_f[frame], p.tile.row_begin);
+      const i64 first = p.rows.row_start_f[frame], row = first + u - p.rows.lo_f[frame];
+      const i64 row_begin = max(first, p.tile.row_begin);
       const i64 row_end = min(p.rows.row_start_f[frame + 1], p.tile.row_end);
-      if (row < row_begin || row >= row_end) continue;
-      Acc x[kVector];
-      load_vector<kWide>(p.hidden + (row - p.tile.row_begin) * kWidth + column, n_left, Acc(0), x);
+      Acc x[kVector] = {};
+      if (row >= row_begin && row < row_end)
+        load_vector<kWide>(p.hidden + (row - p.tile.row_begin) * kWidth + column, n_left, Acc(0), x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum[i] += x[i];
     }
+  }
   const int block_column = blockIdx.y * kStride;
   Acc* sums = p.predictor_sums + (p.predictor_sum_row_b[b] + u) * kWidth + block_column;
   add_groups(threadIdx.y, threadIdx.x, sum, sums, kWidth - block_column);

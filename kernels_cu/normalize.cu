@@ -5,7 +5,7 @@
 //                                   columns c on v, clipped, times the utterance's upstream gradient
 //              bias_partials, bias_add   grad_bias += sum of dz over rows
 //              zero_padding         zero beyond each utterance's frames and states in a [B, T, U1, V] gradient
-// Grid       a row a warp (ROW_THREADS 32) or a row a block, rows strided over a fixed number of blocks;
+// Grid       a run of rows a warp (ROW_THREADS 32) or a block, over a fixed number of blocks;
 //            bias_partials: 256 columns x a run of rows a block
 // Reads      logits LOGIT (a tile's, or the caller's), bias [V] ACCUMULATOR, columns and normalizers [.., N]
 // Writes     columns, normalizers; grad_logits LOGIT, which may be logits: a thread writes only what it has read.
@@ -83,27 +83,19 @@ __device__ __forceinline__ Acc row_sum(Acc x) {
 
 // One row of the tile: where it lies, and which logit each column reads (-1: none).
 struct Cell {
-  Place at;
+  int b;
   i64 node;
   const Logit* from;
   Logit* to;
   int column_logit[kColumns];
 };
 
-// The block's (or warp's) first row, and the step to its next.
-__device__ __forceinline__ i64 first_row(const NormalizeParams& p) {
-  const int row_in_block = kRowThreads == kWarp ? threadIdx.x / kWarp : 0;
-  return p.tile.row_begin + static_cast<i64>(blockIdx.x) * kRowsPerBlock + row_in_block;
-}
-__device__ __forceinline__ i64 row_step() { return static_cast<i64>(gridDim.x) * kRowsPerBlock; }
-
-__device__ __forceinline__ Cell cell_of(const NormalizeParams& p, i64 row) {
+__device__ __forceinline__ Cell cell_of(const NormalizeParams& p, const Cursor& cursor) {
   Cell cell;
-  const i64 frame = find_frame(p.rows, row, p.tile.frame_begin, p.tile.frame_end);
-  cell.at = place_of(p.rows, frame, row);
-  cell.node = node_of(p.rows, cell.at);
-  const Place& at = cell.at;
-  const i64 in_tile = row - p.tile.row_begin;
+  const Place& at = cursor.at;
+  cell.b = at.b;
+  cell.node = cursor.node;
+  const i64 in_tile = cursor.row - p.tile.row_begin;
   cell.from = p.logits + (GRID ? p.logits_offset_b[at.b] + at.t * p.logits_step_t + at.u * p.logits_step_u
                                : in_tile * p.logits_step_u);
   cell.to = p.grad_logits + (GRID ? p.grad_offset_b[at.b] + at.t * p.grad_step_t + at.u * p.grad_step_u
@@ -124,19 +116,69 @@ __device__ __forceinline__ bool in_group(int g, int v) {
   return (kGroupStart[g] == 0 || v >= kGroupStart[g]) && (kGroupStop[g] < 0 || v < kGroupStop[g]);
 }
 
-// The row's scores from `column` on, bias added, -inf beyond V.
-__device__ __forceinline__ void load_scores(const NormalizeParams& p, const Cell& cell, int column, Acc (&z)[kVector]) {
-  if (kVocabulary % kStride && column >= kVocabulary) {
+// 8 scores as stored, from `column` on; -inf beyond V.
+__device__ __forceinline__ void load_raw(const Cell& cell, int column, Logit (&raw)[kVector]) {
+  const int n_left = kVocabulary - column;
+  if (kWide && (kVocabulary % kStride == 0 || n_left > 0)) {
+    copy_vector(cell.from + column, raw);
+  } else {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) z[i] = -infinity<Acc>();
-    return;
+    for (int i = 0; i < kVector; ++i) raw[i] = i < n_left ? cell.from[column + i] : narrow<Logit>(-infinity<Acc>());
   }
-  load_vector<kWide>(cell.from + column, kVocabulary - column, -infinity<Acc>(), z);
-  if (HAS_BIAS) {
-    Acc bias[kVector];
-    load_vector<kWide>(p.bias + column, kVocabulary - column, Acc(0), bias);
+}
+
+// The same in Acc, bias added.
+__device__ __forceinline__ void add_bias(const NormalizeParams& p, int column, const Logit (&raw)[kVector],
+                                         Acc (&z)[kVector]) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) z[i] += bias[i];
+  for (int i = 0; i < kVector; ++i) z[i] = widen<Acc>(raw[i]);
+  const int n_left = kVocabulary - column;
+  if (!HAS_BIAS || (kVocabulary % kStride && n_left <= 0)) return;
+  Acc bias[kVector];
+  load_vector<kWide>(p.bias + column, n_left, Acc(0), bias);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) z[i] += bias[i];
+}
+
+__device__ __forceinline__ void load_scores(const NormalizeParams& p, const Cell& cell, int column, Acc (&z)[kVector]) {
+  Logit raw[kVector];
+  load_raw(cell, column, raw);
+  add_bias(p, column, raw, z);
+}
+
+// A thread's part of a row, as stored; with kResident all of it, and on its way while the row before is in work.
+struct Part {
+  Logit z[kKept][kVector];
+};
+
+__device__ __forceinline__ void load_part(const Cell& cell, Part& part) {
+  if (!kResident) return;
+#pragma unroll
+  for (int s = 0; s < kKept; ++s) load_raw(cell, column_of(s), part.z[s]);
+}
+
+// Calls body(cell, part) for every row of the warp's (or block's) run.
+template <class Body>
+__device__ __forceinline__ void for_each_row(const NormalizeParams& p, Body body) {
+  const i64 n_rows = p.tile.row_end - p.tile.row_begin, n_runs = static_cast<i64>(gridDim.x) * kRowsPerBlock;
+  const i64 run = static_cast<i64>(blockIdx.x) * kRowsPerBlock + (kRowThreads == kWarp ? threadIdx.x / kWarp : 0);
+  const i64 begin = p.tile.row_begin + n_rows * run / n_runs, end = p.tile.row_begin + n_rows * (run + 1) / n_runs;
+  if (begin >= end) return;
+  Cursor cursor = cursor_at(p.rows, begin, find_frame(p.rows, begin, p.tile.frame_begin, p.tile.frame_end));
+  Cell next_cell = cell_of(p, cursor);
+  Part next_part;
+  load_part(next_cell, next_part);
+  while (true) {
+    const Cell cell = next_cell;
+    const Part part = next_part;
+    const bool more = cursor.row + 1 < end;
+    if (more) {
+      advance(p.rows, cursor, 1);
+      next_cell = cell_of(p, cursor);
+      load_part(next_cell, next_part);
+    }
+    body(cell, part);
+    if (!more) return;
   }
 }
 
@@ -149,12 +191,15 @@ __device__ __forceinline__ Acc score(const NormalizeParams& p, const Cell& cell,
   return widen<Acc>(cell.from[v]) + (HAS_BIAS ? p.bias[v] : Acc(0));
 }
 
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }  // a NaN shows in the sum instead
+__device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
+
 // The larger of `top` and the scores of group g; those outside the group become -inf.
 __device__ __forceinline__ Acc max_in_group(int g, int column, Acc (&z)[kVector], Acc top) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (!in_group(g, column + i)) z[i] = -infinity<Acc>();
-    top = top < z[i] ? z[i] : top;
+    top = larger(top, z[i]);
   }
   return top;
 }
@@ -172,12 +217,13 @@ struct Normalizer {
 
 // Of group g. A resident row is read once and kept; a longer one is read once too, with a running maximum a thread
 // that is merged at the end.
-__device__ __forceinline__ Normalizer normalizer_of(const NormalizeParams& p, const Cell& cell, int g) {
+__device__ __forceinline__ Normalizer normalizer_of(const NormalizeParams& p, const Cell& cell, const Part& part,
+                                                    int g) {
   Acc top = -infinity<Acc>(), sum = 0;
   if (kResident) {
     Acc z[kKept][kVector];
 #pragma unroll
-    for (int s = 0; s < kKept; ++s) load_scores(p, cell, column_of(s), z[s]);
+    for (int s = 0; s < kKept; ++s) add_bias(p, column_of(s), part.z[s], z[s]);
 #pragma unroll
     for (int s = 0; s < kKept; ++s) top = max_in_group(g, column_of(s), z[s], top);
     top = finite_top(row_max(top));
@@ -202,11 +248,11 @@ __device__ __forceinline__ Acc column_score(const NormalizeParams& p, const Cell
   return cell.column_logit[c] < 0 ? -infinity<Acc>() : score(p, cell, cell.column_logit[c]);
 }
 
-__device__ __forceinline__ void normalize_row(const NormalizeParams& p, const Cell& cell) {
+__device__ __forceinline__ void normalize_row(const NormalizeParams& p, const Cell& cell, const Part& part) {
   const bool writes = threadIdx.x % kRowThreads == 0;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    const Normalizer normalizer = LOG_PROBS ? Normalizer{0, 0} : normalizer_of(p, cell, g);
+    const Normalizer normalizer = LOG_PROBS ? Normalizer{0, 0} : normalizer_of(p, cell, part, g);
     if (!writes) continue;
     if (!LOG_PROBS && p.normalizer_gn) p.normalizer_gn[g * p.n_nodes + cell.node] = normalizer.log_sum;
 #pragma unroll
@@ -221,7 +267,7 @@ __device__ __forceinline__ void normalize_row(const NormalizeParams& p, const Ce
 }
 
 extern "C" __global__ void __launch_bounds__(kBlock) normalize_forward(const __grid_constant__ NormalizeParams p) {
-  for (i64 row = first_row(p); row < p.tile.row_end; row += row_step()) normalize_row(p, cell_of(p, row));
+  for_each_row(p, [&](const Cell& cell, const Part& part) { normalize_row(p, cell, part); });
 }
 
 // What a row's gradient is made of, beside its scores.
@@ -242,7 +288,7 @@ __device__ __forceinline__ Weights weights_of(const NormalizeParams& p, const Ce
     w.top[g] = 0;
     w.offset[g] = LOG_PROBS ? Acc(0) : p.normalizer_gn[g * p.n_nodes + cell.node] * kLog2e;
   }
-  w.upstream = p.upstream_b[cell.at.b];
+  w.upstream = p.upstream_b[cell.b];
   return w;
 }
 
@@ -293,7 +339,7 @@ __device__ __forceinline__ void differentiate(const NormalizeParams& p, const Ce
 }
 
 // Adds the block's sums to its row of bias_partials, warps in order.
-__device__ __forceinline__ void add_bias(const NormalizeParams& p, const Acc (&sums)[kKept][kVector]) {
+__device__ __forceinline__ void add_bias_sums(const NormalizeParams& p, const Acc (&sums)[kKept][kVector]) {
   __shared__ Acc parts[kRowsPerBlock][kRowThreads][kVector];
   Acc* to = p.bias_partials + static_cast<i64>(blockIdx.x) * kVocabulary;
   const int group = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
@@ -315,13 +361,12 @@ __device__ __forceinline__ void add_bias(const NormalizeParams& p, const Acc (&s
 
 extern "C" __global__ void __launch_bounds__(kBlock) normalize_backward(const __grid_constant__ NormalizeParams p) {
   Acc bias_sums[kKept][kVector] = {};
-  for (i64 row = first_row(p); row < p.tile.row_end; row += row_step()) {
-    const Cell cell = cell_of(p, row);
+  for_each_row(p, [&](const Cell& cell, const Part& part) {
     Weights w = weights_of(p, cell);
     if (kResident) {
       Acc z[kKept][kVector];
 #pragma unroll
-      for (int s = 0; s < kKept; ++s) load_scores(p, cell, column_of(s), z[s]);
+      for (int s = 0; s < kKept; ++s) add_bias(p, column_of(s), part.z[s], z[s]);
       find_tops(w, [&](int s, Acc(&copy)[kVector]) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) copy[i] = z[s][i];
@@ -342,8 +387,8 @@ extern "C" __global__ void __launch_bounds__(kBlock) normalize_backward(const __
         store_scores(cell, column_of(s), z);
       }
     }
-  }
-  if (kResident && p.bias_partials) add_bias(p, bias_sums);
+  });
+  if (kResident && p.bias_partials) add_bias_sums(p, bias_sums);
 }
 
 // bias_partials[chunk][v] += sum of dz[r][v] over the chunk's rows, for rows too long to be resident: grid

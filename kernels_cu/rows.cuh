@@ -49,3 +49,35 @@ __device__ __forceinline__ Place place_of(const Rows& rows, i64 frame, i64 row) 
 __device__ __forceinline__ i64 node_of(const Rows& rows, const Place& at) {
   return rows.node_start_b[at.b] + static_cast<i64>(at.t) * at.states + at.u;
 }
+
+// A row and its place; `next` walks to the row behind it without a search.
+struct Cursor {
+  i64 row, frame, frame_row_end;  // row_start_f[frame + 1]
+  Place at;
+  i64 node;
+};
+
+__device__ __forceinline__ void settle(const Rows& rows, Cursor& cursor) {
+  cursor.frame_row_end = rows.row_start_f[cursor.frame + 1];
+  cursor.at = place_of(rows, cursor.frame, cursor.row);
+  cursor.node = node_of(rows, cursor.at);
+}
+__device__ __forceinline__ Cursor cursor_at(const Rows& rows, i64 row, i64 frame) {
+  Cursor cursor;
+  cursor.row = row;
+  cursor.frame = frame;
+  settle(rows, cursor);
+  return cursor;
+}
+// Moves on by `step` rows; the target must exist.
+__device__ __forceinline__ void advance(const Rows& rows, Cursor& cursor, int step) {
+  cursor.row += step;
+  if (cursor.row < cursor.frame_row_end) {
+    cursor.at.u += step;
+    cursor.node += step;
+    return;
+  }
+  do ++cursor.frame;
+  while (rows.row_start_f[cursor.frame + 1] <= cursor.row);
+  settle(rows, cursor);
+}

@@ -31,7 +31,7 @@ __all__ = [
     "make_plan",
 ]
 
-MIN_AUTO_ROWS = 128  # fewer rows leave the matrix products too little to do
+MIN_AUTO_ROWS = 128  # fewer rows leave the matrix products too little to do; multiples of it suit them
 GRADIENTS = ("encoder", "predictor", "weight", "bias", "logits")
 TileRows = int | None | Literal["auto"]
 
@@ -101,7 +101,8 @@ def _tile_rows(
     row_bytes = (problem.joint_width + problem.vocabulary) * ITEMSIZE[facts.workspace_dtype(problem.dtype)]
     fitting = n_rows if workspace_bytes is None else workspace_bytes // row_bytes
     if tile_rows == "auto":
-        wanted = min(max(facts.tile_bytes // row_bytes, MIN_AUTO_ROWS), max(n_rows, 1))
+        aligned = facts.tile_bytes // row_bytes // MIN_AUTO_ROWS * MIN_AUTO_ROWS
+        wanted = min(max(aligned, MIN_AUTO_ROWS), max(n_rows, 1))
         rows = min(wanted, fitting) if workspace_bytes is not None else wanted
         least = 1
     else:

@@ -1,12 +1,11 @@
-"""Cutting rows into tiles.
+"""Cutting rows into tiles of equal size.
 
-A tile is a run of rows; it may span utterances. It ends where a frame ends, so that the sum over the states
-of a frame lies in one tile, unless that one frame is longer than a tile.
+A tile is a run of rows; it may cut a frame or span utterances. All tiles but the last have the same number of
+rows, so that a matrix library sees one shape.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +27,10 @@ class Tile(NamedTuple):
 
 
 def cut_tiles(row_start_f: npt.NDArray[np.int64], tile_rows: int) -> tuple[Tile, ...]:
-    """Tiles of at most ``tile_rows`` rows that cover all rows of ``row_start_f`` [frames + 1] in order."""
-    tiles = []
-    row, n_rows = 0, int(row_start_f[-1])
-    while row < n_rows:
-        frame_begin = bisect_right(row_start_f, row) - 1
-        fits = bisect_right(row_start_f, row + tile_rows) - 1  # frames before it are whole
-        row_end = int(row_start_f[fits]) if row_start_f[fits] > row else row + tile_rows
-        tiles.append(Tile(row, row_end, frame_begin, max(fits, frame_begin + 1)))
-        row = row_end
-    return tuple(tiles)
+    """Tiles of ``tile_rows`` rows, the last perhaps of fewer, over all rows of ``row_start_f`` [frames + 1]."""
+    row_begin = np.arange(0, row_start_f[-1], tile_rows)
+    row_end = np.minimum(row_begin + tile_rows, row_start_f[-1])
+    frame_begin = np.searchsorted(row_start_f, row_begin, side="right") - 1
+    frame_end = np.searchsorted(row_start_f, row_end, side="left")
+    columns = (row_begin, row_end, frame_begin, frame_end)
+    return tuple(map(Tile, *(column.tolist() for column in columns)))

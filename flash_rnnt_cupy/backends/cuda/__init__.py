@@ -22,14 +22,14 @@ def _supports(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-def make_backend(driver: Driver, facts: DeviceFacts, allocate: Allocate) -> Backend:
+def make_backend(driver: Driver, facts: DeviceFacts, multiprocessors: int, allocate: Allocate) -> Backend:
     """The record of stages over a device's functions."""
     return Backend(
         name="cuda",
         facts=facts,
         supports=_supports,
         allocate=allocate,
-        begin=functools.partial(stages.begin, driver),
+        begin=functools.partial(stages.begin, driver, multiprocessors),
         joint_forward=stages.joint_forward,
         product=stages.product,
         normalize_forward=stages.normalize_forward,
@@ -71,6 +71,6 @@ def backend(device: int) -> Backend:
 
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
     attributes = cupy.cuda.Device(device).attributes
-    sizes = (attributes[key] for key in ("L2CacheSize", "MaxSharedMemoryPerBlockOptin", "MultiProcessorCount"))
-    facts = device_facts(name, *sizes)
-    return make_backend(CUPY, facts, allocate)
+    multiprocessors = attributes["MultiProcessorCount"]
+    facts = device_facts(name, attributes["L2CacheSize"], attributes["MaxSharedMemoryPerBlockOptin"], multiprocessors)
+    return make_backend(CUPY, facts, multiprocessors, allocate)

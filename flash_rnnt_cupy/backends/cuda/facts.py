@@ -50,7 +50,7 @@ def device_facts(name: str, l2_bytes: int, shared_bytes: int, multiprocessors: i
     """Facts of a device with that second-level cache, shared memory a block, and number of multiprocessors."""
     return DeviceFacts(
         name=name,
-        tile_bytes=max(l2_bytes, 16 << 20),
+        tile_bytes=max(l2_bytes * 7 // 2, 64 << 20),
         half_products=True,
         alpha_dtype="float64",
         scratch=functools.partial(_scratch, shared_bytes, multiprocessors),

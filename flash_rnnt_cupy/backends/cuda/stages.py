@@ -18,7 +18,7 @@ from flash_rnnt_cupy.backends import Allocate, Lattice
 from flash_rnnt_cupy.backends.cuda import tables
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
 from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Record
-from flash_rnnt_cupy.backends.cuda.facts import ring_shape
+from flash_rnnt_cupy.backends.cuda.facts import BLOCKS_PER_MULTIPROCESSOR, ring_shape
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
 from flash_rnnt_cupy.plan import Plan, Rows, Tile, accumulator_dtype
 from flash_rnnt_cupy.problem import ACTIVATIONS, ITEMSIZE, Form, Inputs, Problem
@@ -26,11 +26,12 @@ from flash_rnnt_cupy.topology import RNNT, Logit, Topology
 
 DRAWS = 1 << 16
 THREADS = 256
-ROWS_PER_BLOCK = 32  # joint.cu: kRowsPerBlock
+JOINT_ROWS = 32  # rows of a block of joint_forward: 8 warps of kRowsPerWarp
 SUM_COLUMNS = 256  # columns of a block of sums: 32 lanes x 8
 WARPS = THREADS // 32
 MAX_STATE_THREADS = 1024
-MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65_535
+MAX_GRID_Y = 65_535
+FORWARD_BLOCKS_PER_MULTIPROCESSOR = 8
 MAX_RESIDENT_STEPS = 8  # normalize.cu: kResident
 
 Constants = tuple[tuple[str, str | int], ...]
@@ -302,6 +303,7 @@ class CudaCall:
     """One call's arrays and index tables, and the launches made ready so far."""
 
     driver: Driver
+    multiprocessors: int
     plan: Plan
     inputs: Inputs
     allocate: Allocate
@@ -324,12 +326,6 @@ class CudaCall:
         """Dtype of sums and lattice."""
         return accumulator_dtype(self.problem.dtype)
 
-    @property
-    def bias_chunks(self) -> int:
-        """Blocks of normalize_backward, and rows of its partial sums of the bias gradient."""
-        account = self.plan.account
-        return account["bias partial sums"].shape[0] if "bias partial sums" in account else MAX_GRID_X
-
     def take(self, name: str) -> DeviceArray:
         """Memory for a part of the account."""
         part = self.plan.account[name]
@@ -341,7 +337,7 @@ class CudaCall:
         self.driver.kernel(spec, entry, record)(grid, block, shared)
 
 
-def begin(driver: Driver, plan: Plan, inputs: Inputs, allocate: Allocate) -> CudaCall:
+def begin(driver: Driver, multiprocessors: int, plan: Plan, inputs: Inputs, allocate: Allocate) -> CudaCall:
     """Uploads the index tables and brings weight and bias to the dtypes in which they are used."""
     packing = plan.rows.packing
     arrays = tables.packing_tables(packing) | tables.rows_tables(plan.rows)
@@ -357,7 +353,9 @@ def begin(driver: Driver, plan: Plan, inputs: Inputs, allocate: Allocate) -> Cud
         arrays["grad_offset_b"] = np.arange(packing.batch, dtype=np.int64) * int(np.prod(inputs.logits.shape[1:]))
     memory: DeviceArray = allocate(plan.account["index tables"].shape, "int64")
     table = _upload(driver, arrays, memory)
-    call = CudaCall(driver, plan, inputs, allocate, plan.rows, table, (memory,), inputs.weight, inputs.bias)
+    call = CudaCall(
+        driver, multiprocessors, plan, inputs, allocate, plan.rows, table, (memory,), inputs.weight, inputs.bias
+    )
     return dataclasses.replace(
         call,
         weight=_as_used(call, inputs.weight, "weight as multiplied"),
@@ -466,7 +464,7 @@ def _joint_launch(
 
 def joint_forward(call: CudaCall, tile: Tile, hidden: DeviceArray) -> None:
     """Hidden [R, H]: the rows of the tile."""
-    _joint_launch(call, "joint_forward", hidden)(tile, (-(-tile.n_rows // ROWS_PER_BLOCK),), (THREADS,))
+    _joint_launch(call, "joint_forward", hidden)(tile, (-(-tile.n_rows // JOINT_ROWS),), (THREADS,))
 
 
 def joint_backward(
@@ -562,7 +560,7 @@ def _normalize_launch(
             "clamp": options.clamp or 0,
             "blank": problem.blank,
             "batch": problem.batch,
-            "bias_chunks": call.bias_chunks,
+            "bias_chunks": BLOCKS_PER_MULTIPROCESSOR * call.multiprocessors,
         },
     )
     if grid:
@@ -582,18 +580,18 @@ def _normalize_launch(
     return call.launches[key]
 
 
-def _row_grid(problem: Problem, tile: Tile, most: int) -> tuple[Grid, Grid]:
-    """Blocks (at most so many) and threads of a kernel that gives a row to a warp or to a block."""
-    threads = _row_threads(problem.vocabulary)
+def _row_grid(call: CudaCall, tile: Tile, blocks_per_multiprocessor: int) -> tuple[Grid, Grid]:
+    """Blocks and threads of a kernel that gives runs of rows to its warps, or to its blocks."""
+    threads = _row_threads(call.problem.vocabulary)
     blocks = -(-tile.n_rows // WARPS) if threads == 32 else tile.n_rows
-    return (min(blocks, most),), (max(threads, THREADS),)
+    return (min(blocks, blocks_per_multiprocessor * call.multiprocessors),), (max(threads, THREADS),)
 
 
 def normalize_forward(call: CudaCall, tile: Tile, logits: DeviceArray, lattice: Lattice) -> None:
     """Fills the lattice at the tile's nodes from ``logits`` (the tile's, or the caller's); logits stay."""
     if tile.n_rows:
         launch = _normalize_launch(call, "normalize_forward", logits, lattice, logits)
-        launch(tile, *_row_grid(call.problem, tile, MAX_GRID_X))
+        launch(tile, *_row_grid(call, tile, FORWARD_BLOCKS_PER_MULTIPROCESSOR))
 
 
 def normalize_backward(
@@ -612,11 +610,12 @@ def normalize_backward(
         call.driver.zero(grad_logits)
         return
     problem, arrays = call.problem, (logits, lattice, grad_logits, grad_bias)
-    blocks = call.bias_chunks
-    _normalize_launch(call, "normalize_backward", *arrays)(tile, *_row_grid(problem, tile, blocks))
+    grid_of_rows = _row_grid(call, tile, BLOCKS_PER_MULTIPROCESSOR)
+    _normalize_launch(call, "normalize_backward", *arrays)(tile, *grid_of_rows)
     if grad_bias is not None:
         if _row_steps(problem.vocabulary) > MAX_RESIDENT_STEPS:
-            grid: Grid = (-(-problem.vocabulary // SUM_COLUMNS), blocks)
+            chunks = BLOCKS_PER_MULTIPROCESSOR * call.multiprocessors
+            grid: Grid = (-(-problem.vocabulary // SUM_COLUMNS), chunks)
             _normalize_launch(call, "bias_partials", *arrays)(tile, grid, (32, WARPS))
         if tile.row_end == call.rows.n_rows:
             _normalize_launch(call, "bias_add", *arrays)(tile, (-(-problem.vocabulary // 32),), (32, WARPS))
