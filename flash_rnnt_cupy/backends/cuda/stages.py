@@ -7,6 +7,7 @@ of the same name in `kernels_cu/`; their layout is checked when a kernel is comp
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ def _record(acc: str, *fields: tuple[str, Any]) -> np.dtype[Any]:
     return np.dtype(plain, align=True)
 
 
+@functools.cache
 def joint_record(acc: str) -> np.dtype[Any]:
     """JointParams of joint.cu."""
     return _record(
@@ -67,6 +69,7 @@ def joint_record(acc: str) -> np.dtype[Any]:
     )
 
 
+@functools.cache
 def normalize_record(acc: str) -> np.dtype[Any]:
     """NormalizeParams of normalize.cu."""
     return _record(
@@ -99,6 +102,7 @@ def normalize_record(acc: str) -> np.dtype[Any]:
     )
 
 
+@functools.cache
 def recursion_record(acc: str) -> np.dtype[Any]:
     """RecursionParams of recursion.cu."""
     return _record(
@@ -147,6 +151,7 @@ UPSTREAM_RECORD = _record(
 # ---- specialisations ---------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def joint_spec(state: str, work: str, acc: str, width: int, activation: str, dropout: bool, wide: bool) -> ModuleSpec:
     """joint.cu for these dtypes and this joint network."""
     constants: Constants = (
@@ -161,6 +166,7 @@ def joint_spec(state: str, work: str, acc: str, width: int, activation: str, dro
     return ModuleSpec("joint.cu", constants, (("JointParams", joint_record(acc)),))
 
 
+@functools.cache
 def normalize_spec(
     topology: Topology,
     logit: str,
@@ -189,12 +195,14 @@ def normalize_spec(
     return ModuleSpec("normalize.cu", constants, (("NormalizeParams", normalize_record(acc)),))
 
 
+@functools.cache
 def recursion_spec(topology: Topology, acc: str) -> ModuleSpec:
     """recursion.cu for this loss."""
     constants: Constants = (*_table_constants(topology), ("ACCUMULATOR", acc))
     return ModuleSpec("recursion.cu", constants, (("RecursionParams", recursion_record(acc)),))
 
 
+@functools.cache
 def select_spec(topology: Topology, acc: str) -> ModuleSpec:
     """select.cu for this loss."""
     constants: Constants = (
@@ -204,6 +212,7 @@ def select_spec(topology: Topology, acc: str) -> ModuleSpec:
     return ModuleSpec("select.cu", constants, (("SelectParams", SELECT_RECORD),))
 
 
+@functools.cache
 def convert_spec(source: str, target: str, acc: str, scaled: bool) -> ModuleSpec:
     """convert.cu between these dtypes."""
     constants: Constants = (("FROM", source), ("TO", target), ("ACCUMULATOR", acc), ("SCALED", int(scaled)))
@@ -257,6 +266,7 @@ def _bits(members: tuple[int, ...]) -> int:
     return sum(1 << member for member in members)
 
 
+@functools.cache
 def _table_constants(topology: Topology) -> Constants:
     """The loss as constants of table.cuh."""
 
