@@ -176,9 +176,12 @@ class Call:
         return [kept.view(getattr(torch, part.dtype)).view(part.shape) for part, kept in zip(parts, stash, strict=True)]
 
     def _inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """On a GPU the last axis must be contiguous; a tensor is copied if it is not."""
-        ready = (t.contiguous() if t.is_cuda and t.stride(-1) != 1 else t for t in tensors)
-        return Inputs(self.targets, **dict(zip(self.names, map(_buffer, ready), strict=True)))
+        """On a GPU rows, and weight and bias as a whole, must be contiguous; a tensor is copied if it is not."""
+        ready = {}
+        for name, tensor in zip(self.names, tensors, strict=True):
+            gaps = tensor.is_cuda and (tensor.stride(-1) != 1 or name in ("weight", "bias"))
+            ready[name] = _buffer(tensor.contiguous() if gaps else tensor)
+        return Inputs(self.targets, **ready)
 
 
 def _dtype_name(tensor: Tensor) -> str:
