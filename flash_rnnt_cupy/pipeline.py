@@ -146,5 +146,5 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
     for name in apart:
         gradients[name] = saved.take(f"gradient of {name}")
     for name in wanted:
-        backend.finish(call, sums[name], gradients[name])
+        backend.finish(call, name, sums[name], gradients[name])
     return Gradients(**gradients, rows=rows.n_rows, nodes=plan.rows.n_rows, dropped_posterior=dropped)

@@ -1,16 +1,18 @@
 // What       joint network of a tile
 //              joint_forward    h[t, u] = mask f(e[t] + p[u]) / keep
-//              joint_backward   dh[t, u] becomes dh[t, u] mask / keep f'(e[t] + p[u]), in place, and
-//                               de[t] += its sum over u
-//              predictor_sums   dp[u] += its sum over t
+//              joint_backward       dh[t, u] becomes dh[t, u] mask / keep f'(e[t] + p[u]), in place, and
+//                                   de[t] = its sum over u, times the scale of the upstream gradients
+//              predictor_gradient   dp[u] = its sum over t, likewise
 // Grid       joint_forward: 4 rows a warp, 8 lanes a row; a lane has columns 64 k + 8 j ... + 8, so that it draws its
 //            dropout state once
 //            joint_backward: a frame a block, rows strided over its 8 warps, 256 columns a warp at once
-//            predictor_sums: a state x 32 column vectors a block
+//            predictor_gradient: a state x 32 column vectors a block
 // Reads      encoder [.., H], predictor [.., H] STATE; hidden [R, H] WORK
-// Writes     hidden; sums [.., H] ACCUMULATOR. One thread owns each sum and adds in a fixed order: no atomics, the
-//            same bits every run
-// Numbers    arithmetic in ACCUMULATOR, one rounding to WORK
+// Writes     hidden; gradients [.., H] STATE, contiguous. One thread owns each sum and adds in a fixed order: no
+//            atomics, the same bits every run
+// Order      a sum that the tile's end cuts (of one frame, and of one utterance's states) goes on in the next tile:
+//            its part so far stands in a carry buffer, which tiles write and read in turns, two to a buffer
+// Numbers    arithmetic in ACCUMULATOR, one rounding to WORK or to a gradient
 // Constants  WIDTH (H);  ACTIVATION (see Activation);  DROPOUT 0 or 1;  WIDE 1 if all rows are 16-byte aligned and
 //            H % 8 == 0
 #include "common.cuh"
@@ -39,10 +41,15 @@ struct JointParams {
   const i64* predictor_offset_b;
   i64 encoder_step, predictor_step;
   Work* hidden;               // [R, H]
-  Acc* encoder_sums;          // contiguous, row of (b, t): encoder_sum_row_b[b] + t
-  Acc* predictor_sums;        // likewise by (b, u)
-  const i64* encoder_sum_row_b;
-  const i64* predictor_sum_row_b;
+  State* grad_encoder;        // row of (b, t): encoder_grad_row_b[b] + t; or null
+  State* grad_predictor;      // likewise by (b, u)
+  const i64* encoder_grad_row_b;
+  const i64* predictor_grad_row_b;
+  Acc* encoder_carry;         // [2, H]
+  Acc* predictor_carry;       // [2, longest U1, H]
+  const Acc* grad_scale;      // of the upstream gradients
+  i64 tile_rows;              // R
+  i64 predictor_carry_size;   // longest U1 x H
   u64 seed;
   Acc scale;                  // 1 / keep probability
   u32 threshold;              // draws below it drop
@@ -115,18 +122,36 @@ extern "C" __global__ void __launch_bounds__(256) joint_forward(const __grid_con
   }
 }
 
-// Adds the groups' partial sums in order of the groups, one column a thread, to kStride columns of `sums`.
-__device__ __forceinline__ void add_groups(int group, int lane, const Acc (&part)[kVector], Acc* sums, int n_left) {
+// Where the sum of rows [sum_begin, sum_end) stands, of which the tile has a part.
+struct Progress {
+  bool begins, ends;
+  int turn;  // 0 or 1: which carry buffer this tile reads; it writes the other
+};
+
+__device__ __forceinline__ Progress progress_of(const JointParams& p, i64 sum_begin, i64 sum_end) {
+  const int turn = static_cast<int>(p.tile.row_begin / p.tile_rows % 2);
+  return {sum_begin >= p.tile.row_begin, sum_end <= p.tile.row_end, turn};
+}
+
+// Adds the groups' partial sums in order of the groups, one column a thread, over kStride columns; then on to the
+// gradient, or to the carry.
+__device__ __forceinline__ void finish_sum(const JointParams& p, const Progress& progress, int group, int lane,
+                                           const Acc (&part)[kVector], State* grad, Acc* carry, i64 carry_size,
+                                           int n_left) {
   __shared__ Acc parts[kGroups][kStride];
   __syncthreads();  // the last call's readers are done
 #pragma unroll
   for (int i = 0; i < kVector; ++i) parts[group][lane * kVector + i] = part[i];
   __syncthreads();
   const int column = group * kWarp + lane;
-  Acc total = 0;
+  if (column >= n_left) return;
+  Acc total = progress.begins ? Acc(0) : carry[progress.turn * carry_size + column];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) total += parts[g][column];
-  if (column < n_left) sums[column] += total;
+  if (progress.ends)
+    grad[column] = narrow<State>(total * *p.grad_scale);
+  else
+    carry[(1 - progress.turn) * carry_size + column] = total;
 }
 
 extern "C" __global__ void __launch_bounds__(256) joint_backward(const __grid_constant__ JointParams p) {
@@ -171,14 +196,17 @@ extern "C" __global__ void __launch_bounds__(256) joint_backward(const __grid_co
         for (int k = 0; k < kWarp / kDropoutLanes; ++k) dropout_step(state);
     }
   }
-  if (!p.encoder_sums) return;
-  Acc* sums = p.encoder_sums + (p.encoder_sum_row_b[at.b] + at.t) * kWidth;
+  if (!p.grad_encoder) return;
+  const Progress progress = progress_of(p, p.rows.row_start_f[frame], p.rows.row_start_f[frame + 1]);
+  State* grad = p.grad_encoder + (p.encoder_grad_row_b[at.b] + at.t) * kWidth;
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) add_groups(warp, lane, sum[s], sums + s * kStride, kWidth - s * kStride);
+  for (int s = 0; s < kSteps; ++s)
+    finish_sum(p, progress, warp, lane, sum[s], grad + s * kStride, p.encoder_carry + s * kStride, kWidth,
+               kWidth - s * kStride);
 }
 
 // blockIdx.x counts the states of the tile's utterances, from the first state of the first one.
-extern "C" __global__ void __launch_bounds__(256) predictor_sums(const __grid_constant__ JointParams p) {
+extern "C" __global__ void __launch_bounds__(256) predictor_gradient(const __grid_constant__ JointParams p) {
   const int first_b = p.rows.utterance_f[p.tile.frame_begin], last_b = p.rows.utterance_f[p.tile.frame_end - 1];
   const i64 state = p.rows.state_start_b[first_b] + blockIdx.x;
   int b = first_b;
@@ -201,7 +229,10 @@ extern "C" __global__ void __launch_bounds__(256) predictor_sums(const __grid_co
       for (int i = 0; i < kVector; ++i) sum[i] += x[i];
     }
   }
+  const Progress progress = progress_of(p, p.rows.row_start_f[p.rows.frame_start_b[b]],
+                                        p.rows.row_start_f[p.rows.frame_start_b[b + 1]]);
   const int block_column = blockIdx.y * kStride;
-  Acc* sums = p.predictor_sums + (p.predictor_sum_row_b[b] + u) * kWidth + block_column;
-  add_groups(threadIdx.y, threadIdx.x, sum, sums, kWidth - block_column);
+  State* grad = p.grad_predictor + (p.predictor_grad_row_b[b] + u) * kWidth + block_column;
+  Acc* carry = p.predictor_carry + static_cast<i64>(u) * kWidth + block_column;
+  finish_sum(p, progress, threadIdx.y, threadIdx.x, sum, grad, carry, p.predictor_carry_size, kWidth - block_column);
 }

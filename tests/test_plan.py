@@ -23,7 +23,14 @@ def scratch(problem: Problem, packing: Packing, gradients: frozenset[str]) -> tu
     return (*parts, Part("more of it", (10,), "float64", Life.BACKWARD)) if gradients else tuple(parts)
 
 
-FACTS = DeviceFacts(name="a device", tile_bytes=1 << 20, half_products=True, alpha_dtype="float32", scratch=scratch)
+FACTS = DeviceFacts(
+    name="a device",
+    tile_bytes=1 << 20,
+    half_products=True,
+    alpha_dtype="float32",
+    sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
+    scratch=scratch,
+)
 
 batches = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=4)
 

@@ -53,9 +53,9 @@ class Backend:
                                                    grad_logits may be logits; grad_bias None or added to
     product_weight(call, grad_logits, hidden, n_rows, grad_weight, product)   grad_weight += grad_logits^T hidden
     product_hidden(call, grad_logits, hidden, n_rows)                         hidden = grad_logits weight
-    joint_backward(call, tile, grad_hidden, grad_encoder, grad_predictor)     sums over u and over t, added to
+    joint_backward(call, tile, grad_hidden, grad_encoder, grad_predictor)     sums over u and over t, tile by tile
     fill_zero(call, buffer)                        before sums
-    finish(call, sums, gradient)                   sums to the gradient's dtype; both may be one buffer
+    finish(call, name, sums, gradient)             sums to the gradient's dtype; both may be one buffer
     """
 
     name: str
@@ -76,7 +76,7 @@ class Backend:
     product_hidden: Callable[[Call, Buffer, Buffer, int], None]
     joint_backward: Callable[[Call, Tile, Buffer, Buffer | None, Buffer | None], None]
     fill_zero: Callable[[Call, Buffer], None]
-    finish: Callable[[Call, Buffer, Buffer], None]
+    finish: Callable[[Call, str, Buffer, Buffer], None]
 
 
 NAMES = ("cuda", "numpy")  # in order of preference

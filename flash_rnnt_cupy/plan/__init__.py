@@ -153,6 +153,6 @@ def _parts(
             continue
         dtype = problem.dtype_of(name)
         parts.append(Part(f"gradient of {name}", shape, dtype, Life.BACKWARD))
-        if joint and dtype != lattice_dtype:
+        if dtype != lattice_dtype and name in facts.sums_apart:
             parts.append(Part(f"sums of {name}", shape, lattice_dtype, Life.BACKWARD))
     return parts

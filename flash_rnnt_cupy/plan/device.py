@@ -18,6 +18,7 @@ class DeviceFacts:
     tile_bytes     hidden states and logits of a tile that "auto" aims at: what the caches hold
     half_products  float16 and bfloat16 are multiplied as they are; otherwise in float32
     alpha_dtype    in which the forward variable is kept
+    sums_apart     gradients that are summed in a buffer of their own, if their dtype is not the accumulator's
     scratch        parts of the backend's own, beside those that every backend has
     """
 
@@ -25,6 +26,7 @@ class DeviceFacts:
     tile_bytes: int
     half_products: bool
     alpha_dtype: str
+    sums_apart: frozenset[str]
     scratch: Callable[[Problem, Packing, frozenset[str]], tuple[Part, ...]]
 
     def workspace_dtype(self, dtype: str) -> str:

@@ -40,7 +40,11 @@ def _scratch(
     if gradients and problem.form is Form.JOINT and problem.options.min_occupancy > 0:
         parts.append(Part("band tables", (frame_words(packing),), "int64", Life.BACKWARD))
         parts.append(Part("band selection", (2, packing.n_frames), "int64", Life.BACKWARD))
-    if "bias" in gradients:
+    width, longest = problem.joint_width, ring[2]
+    for name, carry in (("encoder", (2, width)), ("predictor", (2, longest, width))):
+        if name in gradients and problem.form is Form.JOINT:
+            parts.append(Part(f"{name} carry", carry, dtype, Life.BACKWARD))
+    if "bias" in gradients and "bias" in problem.shapes:
         blocks = BLOCKS_PER_MULTIPROCESSOR * multiprocessors
         parts.append(Part("bias partial sums", (blocks, problem.vocabulary), dtype, Life.BACKWARD))
     return tuple(parts)
@@ -53,6 +57,7 @@ def device_facts(name: str, l2_bytes: int, shared_bytes: int, multiprocessors: i
         tile_bytes=max(l2_bytes * 7 // 2, 64 << 20),
         half_products=True,
         alpha_dtype="float64",
+        sums_apart=frozenset({"weight", "bias"}),
         scratch=functools.partial(_scratch, shared_bytes, multiprocessors),
     )
 

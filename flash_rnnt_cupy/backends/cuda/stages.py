@@ -59,10 +59,15 @@ def joint_record(acc: str) -> np.dtype[Any]:
         ("encoder_step", np.int64),
         ("predictor_step", np.int64),
         ("hidden", "pointer"),
-        ("encoder_sums", "pointer"),
-        ("predictor_sums", "pointer"),
-        ("encoder_sum_row_b", "pointer"),
-        ("predictor_sum_row_b", "pointer"),
+        ("grad_encoder", "pointer"),
+        ("grad_predictor", "pointer"),
+        ("encoder_grad_row_b", "pointer"),
+        ("predictor_grad_row_b", "pointer"),
+        ("encoder_carry", "pointer"),
+        ("predictor_carry", "pointer"),
+        ("grad_scale", "pointer"),
+        ("tile_rows", np.int64),
+        ("predictor_carry_size", np.int64),
         ("seed", np.uint64),
         ("scale", "acc"),
         ("threshold", np.uint32),
@@ -324,6 +329,8 @@ class CudaCall:
     bias: DeviceArray | None
     upstream: DeviceArray | None = None  # [B] unit gradients, then their scale
     bias_partials: DeviceArray | None = None
+    encoder_carry: DeviceArray | None = None
+    predictor_carry: DeviceArray | None = None
     launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict)
 
     @property
@@ -335,6 +342,11 @@ class CudaCall:
     def acc(self) -> str:
         """Dtype of sums and lattice."""
         return accumulator_dtype(self.problem.dtype)
+
+    @property
+    def grad_scale(self) -> int:
+        """Address of the scale of the upstream gradients; 0 in forward."""
+        return self.upstream.pointer + ITEMSIZE[self.acc] * self.problem.batch if self.upstream else 0
 
     def take(self, name: str) -> DeviceArray:
         """Memory for a part of the account."""
@@ -357,7 +369,7 @@ def begin(driver: Driver, multiprocessors: int, plan: Plan, inputs: Inputs, allo
             given = getattr(inputs, name)
             arrays[f"{name}_offset_b"] = tables.row_offsets(given, 3, starts)
             padded = len(given.shape) == 3
-            arrays[f"{name}_sum_row_b"] = np.arange(packing.batch) * given.shape[1] if padded else starts[:-1]
+            arrays[f"{name}_grad_row_b"] = np.arange(packing.batch) * given.shape[1] if padded else starts[:-1]
     elif len(inputs.logits.shape) == 4:
         arrays["logits_offset_b"] = np.arange(packing.batch, dtype=np.int64) * inputs.logits.strides[0]
         arrays["grad_offset_b"] = np.arange(packing.batch, dtype=np.int64) * int(np.prod(inputs.logits.shape[1:]))
@@ -459,10 +471,15 @@ def _joint_launch(
             "encoder_step": inputs.encoder.strides[-2],
             "predictor_step": inputs.predictor.strides[-2],
             "hidden": hidden.pointer,
-            "encoder_sums": _pointer(grad_encoder),
-            "predictor_sums": _pointer(grad_predictor),
-            "encoder_sum_row_b": call.table["encoder_sum_row_b"],
-            "predictor_sum_row_b": call.table["predictor_sum_row_b"],
+            "grad_encoder": _pointer(grad_encoder),
+            "grad_predictor": _pointer(grad_predictor),
+            "encoder_grad_row_b": call.table["encoder_grad_row_b"],
+            "predictor_grad_row_b": call.table["predictor_grad_row_b"],
+            "encoder_carry": _pointer(call.encoder_carry),
+            "predictor_carry": _pointer(call.predictor_carry),
+            "grad_scale": call.grad_scale,
+            "tile_rows": call.plan.tile_rows,
+            "predictor_carry_size": ring_shape(problem, call.rows.packing)[2] * problem.joint_width,
             "seed": problem.options.seed,
             "scale": DRAWS / (DRAWS - drop_below),
             "threshold": drop_below,
@@ -484,7 +501,7 @@ def joint_backward(
     grad_encoder: DeviceArray | None,
     grad_predictor: DeviceArray | None,
 ) -> None:
-    """Adds the tile's part to grad_encoder and grad_predictor (shaped like the inputs); uses up grad_hidden."""
+    """Writes the gradients that the tile completes, the rest goes to the next; uses up grad_hidden."""
     frames = tile.frame_end - tile.frame_begin
     _joint_launch(call, "joint_backward", grad_hidden, grad_encoder=grad_encoder)(tile, (frames,), (THREADS,))
     if grad_predictor is not None:
@@ -492,7 +509,7 @@ def joint_backward(
         first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
         n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
         grid = (n_states, -(-call.problem.joint_width // SUM_COLUMNS))
-        _joint_launch(call, "predictor_sums", grad_hidden, grad_predictor=grad_predictor)(tile, grid, (32, WARPS))
+        _joint_launch(call, "predictor_gradient", grad_hidden, grad_predictor=grad_predictor)(tile, grid, (32, WARPS))
 
 
 def product(call: CudaCall, hidden: DeviceArray, logits: DeviceArray, n_rows: int) -> None:
@@ -751,13 +768,25 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
     if rows is not call.plan.rows:
         memory = call.take("band tables")
         table, keep = {**table, **_upload(call.driver, tables.rows_tables(rows), memory)}, (*keep, memory)
-    partials = None
-    if "bias partial sums" in call.plan.account:
-        partials = call.take("bias partial sums")
-        call.driver.zero(partials)
+    bias_partials = _scratch(call, "bias partial sums")
+    if bias_partials is not None:
+        call.driver.zero(bias_partials)
     return dataclasses.replace(
-        call, rows=rows, table=table, keep=keep, upstream=upstream, bias_partials=partials, launches={}
+        call,
+        rows=rows,
+        table=table,
+        keep=keep,
+        upstream=upstream,
+        bias_partials=bias_partials,
+        encoder_carry=_scratch(call, "encoder carry"),
+        predictor_carry=_scratch(call, "predictor carry"),
+        launches={},
     )
+
+
+def _scratch(call: CudaCall, part: str) -> DeviceArray | None:
+    """Memory for a part of the account, if it has it."""
+    return call.take(part) if part in call.plan.account else None
 
 
 def fill_zero(call: CudaCall, buffer: DeviceArray) -> None:
@@ -765,8 +794,7 @@ def fill_zero(call: CudaCall, buffer: DeviceArray) -> None:
     call.driver.zero(buffer)
 
 
-def finish(call: CudaCall, sums: DeviceArray, gradient: DeviceArray) -> None:
-    """gradient = sums times the scale of the upstream gradients."""
-    assert call.upstream is not None
-    scale = call.upstream.pointer + ITEMSIZE[call.acc] * call.problem.batch
-    _convert(call, sums, gradient, scale)
+def finish(call: CudaCall, name: str, sums: DeviceArray, gradient: DeviceArray) -> None:
+    """gradient = sums times the scale of the upstream gradients; those of the states have it already."""
+    if name in ("weight", "bias"):
+        _convert(call, sums, gradient, call.grad_scale)

@@ -33,7 +33,12 @@ def _scratch(problem: Problem, packing: Packing, gradients: frozenset[str]) -> t
 
 
 FACTS = DeviceFacts(
-    name="CPU (NumPy)", tile_bytes=32 << 20, half_products=False, alpha_dtype="float64", scratch=_scratch
+    name="CPU (NumPy)",
+    tile_bytes=32 << 20,
+    half_products=False,
+    alpha_dtype="float64",
+    sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
+    scratch=_scratch,
 )
 
 
@@ -74,8 +79,8 @@ def _fill_zero(call: NumpyCall, buffer: Array) -> None:
     buffer[...] = 0
 
 
-def _finish(call: NumpyCall, sums: Array, gradient: Array) -> None:
-    del call
+def _finish(call: NumpyCall, name: str, sums: Array, gradient: Array) -> None:
+    del call, name
     if sums is not gradient:
         with np.errstate(over="ignore"):  # float16: beyond its range is inf, as in any framework
             gradient[...] = sums
