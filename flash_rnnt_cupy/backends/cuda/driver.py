@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -113,12 +114,14 @@ class _Staging:
 
     def __init__(self) -> None:
         self._in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._lock = threading.Lock()  # autograd runs backward in a thread of its own
 
     def copy(self, host: npt.NDArray[Any], device: DeviceArray) -> None:
         import cupy  # noqa: PLC0415  CuPy is imported on demand
 
-        while self._in_flight and self._in_flight[0][0].done:
-            self._in_flight.popleft()  # back to CuPy's pool
+        with self._lock:
+            while self._in_flight and self._in_flight[0][0].done:
+                self._in_flight.popleft()  # back to CuPy's pool
         memory = cupy.cuda.alloc_pinned_memory(host.nbytes)
         np.frombuffer(memory, host.dtype, host.size)[:] = host.ravel()
         stream = cupy.cuda.get_current_stream()
