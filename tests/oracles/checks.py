@@ -39,9 +39,7 @@ def assert_within_budget(
     within(ours, exact, factor * np.abs(reference - exact) + np.asarray(floor, np.float64), names)
 
 
-def matching(
-    actual: npt.ArrayLike, expected: npt.ArrayLike, names: str, equal_nan: bool
-) -> tuple[Array, Array]:
+def matching(actual: npt.ArrayLike, expected: npt.ArrayLike, names: str, equal_nan: bool) -> tuple[Array, Array]:
     """Both as float64, of one shape, with zeros where both hold the same infinity (or, if asked for, NaN)."""
     ours, truth = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if ours.shape != truth.shape:
@@ -64,9 +62,7 @@ def within(ours: Array, truth: Array, budget: Array, names: str) -> None:
     if outside.any():
         worst = int(np.argmax(np.where(outside, error - limit, -np.inf)))
         found = described(worst, outside, ours, truth)
-        raise AssertionError(
-            f"{names}: off by {error.flat[worst]:.3g}, budget {limit.flat[worst]:.3g} {found}"
-        )
+        raise AssertionError(f"{names}: off by {error.flat[worst]:.3g}, budget {limit.flat[worst]:.3g} {found}")
 
 
 def described(worst: int, wrong: npt.NDArray[np.bool_], ours: Array, truth: Array) -> str:

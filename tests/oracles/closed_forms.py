@@ -55,9 +55,7 @@ def tdt_paths(T: int, U: int, durations: Iterable[int]) -> int:
     return sum(counts_by_blanks(T, U, [d for d in durations if d > 0], durations))
 
 
-def counts_by_blanks(
-    T: int, U: int, blank_durations: Sequence[int], label_durations: Sequence[int]
-) -> list[int]:
+def counts_by_blanks(T: int, U: int, blank_durations: Sequence[int], label_durations: Sequence[int]) -> list[int]:
     """[n]: alignments with n blanks, the last symbol one of them, all durations together T frames."""
     coefficients = [1] + [0] * T
     for _ in range(U):

@@ -132,9 +132,7 @@ def rnnt(logits: Array, labels: Sequence[int], blank: int) -> list[Path]:
     return scored(rnnt_alignments(len(logits), len(labels)), score)
 
 
-def multi_blank(
-    logits: Array, labels: Sequence[int], blanks: Mapping[int, int], sigma: float = 0.0
-) -> list[Path]:
+def multi_blank(logits: Array, labels: Sequence[int], blanks: Mapping[int, int], sigma: float = 0.0) -> list[Path]:
     """Xu et al. 2022; logits [T, U1, V], blanks {duration: its row of V}; symbols pay sigma."""
 
     def score(t: int, u: int, symbol: Symbol) -> tuple[float, Array]:
@@ -145,9 +143,7 @@ def multi_blank(
     return scored(multi_blank_alignments(len(logits), len(labels), blanks), score)
 
 
-def tdt(
-    logits: Array, labels: Sequence[int], blank: int, durations: Sequence[int], sigma: float = 0.0
-) -> list[Path]:
+def tdt(logits: Array, labels: Sequence[int], blank: int, durations: Sequence[int], sigma: float = 0.0) -> list[Path]:
     """Xu et al. 2023; logits [T, U1, V + durations]: a softmax each for tokens, durations; all pay sigma."""
     V = logits.shape[2] - len(durations)
 

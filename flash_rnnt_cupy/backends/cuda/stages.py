@@ -657,7 +657,7 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
     if problem.batch == 0:
         return
     ring = ring_shape(problem, call.plan.rows.packing)
-    in_memory = "recursion ring" in call.plan.account
+    ring_memory = _scratch(call, "recursion ring")  # kept until the launch
     record = np.zeros(1, recursion_record(call.acc))
     _fill(
         record,
@@ -668,7 +668,7 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
             "column_cn": lattice.column_cn.pointer,
             "alpha_n": _pointer(lattice.alpha_n),
             "log_likelihood_b": log_likelihood_b.pointer,
-            "ring": call.take("recursion ring").pointer if in_memory else 0,
+            "ring": _pointer(ring_memory),
             "n_nodes": call.plan.rows.n_rows,
             "emit_weight": 1 + problem.options.fastemit_lambda,
             "max_states": ring[2],
@@ -676,7 +676,7 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
         },
     )
     threads = min(-(-ring[2] // 32) * 32, MAX_STATE_THREADS)
-    shared_bytes = 0 if in_memory else 8 * ring[1] * ring[2]
+    shared_bytes = 0 if ring_memory is not None else 8 * ring[1] * ring[2]
     spec = recursion_spec(problem.topology, call.acc)
     call.run(spec, entry, (problem.batch,), (threads,), record, shared_bytes)
 

@@ -1,0 +1,79 @@
+"""The picture of a training run: the loss, and one held-out utterance as the model hears it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from flash_rnnt_cupy.demo.audio import HOP, SAMPLE_RATE, log_mel
+from flash_rnnt_cupy.demo.data import Source, Utterance
+from flash_rnnt_cupy.demo.model import SUBSAMPLING, Transducer
+
+FRAME = SUBSAMPLING * HOP / SAMPLE_RATE  # seconds
+BLUE, GREY = "#0b61a4", "#9aa5b1"
+
+
+def emission_posteriors(blank: NDArray[np.float64], label: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Log-probabilities [T, U1] of the blank and [T, U] of labels -> [T, U]: of label u being said at frame t."""
+    T, U1 = blank.shape
+    alpha, beta = np.full((T, U1), -np.inf), np.full((T, U1), -np.inf)  # into a node, and from it to the end
+    alpha[0, 0], beta[-1, -1] = 0, blank[-1, -1]
+    for t in range(T):
+        for u in range(U1):
+            if t:
+                alpha[t, u] = np.logaddexp(alpha[t, u], alpha[t - 1, u] + blank[t - 1, u])
+            if u:
+                alpha[t, u] = np.logaddexp(alpha[t, u], alpha[t, u - 1] + label[t, u - 1])
+    for t in reversed(range(T)):
+        for u in reversed(range(U1)):
+            if t < T - 1:
+                beta[t, u] = np.logaddexp(beta[t, u], beta[t + 1, u] + blank[t, u])
+            if u < U1 - 1:
+                beta[t, u] = np.logaddexp(beta[t, u], beta[t, u + 1] + label[t, u])
+    posteriors: NDArray[np.float64] = np.exp(alpha[:, :-1] + label + beta[:, 1:] - beta[0, 0])
+    return posteriors
+
+
+@torch.no_grad()
+def alignment(model: Transducer, alphabet: str, utterance: Utterance) -> NDArray[np.float64]:
+    """`emission_posteriors` of the reference text: [T, U]."""
+    device = model.joint.output.weight.device
+    encoded, _ = model.encoder(torch.from_numpy(log_mel(utterance.audio))[None].to(device))
+    labels = torch.tensor([[alphabet.index(character) for character in utterance.text]], device=device)
+    predicted = model.predictor(labels)
+    scores = model.joint.log_probs(encoded[0, :, None], predicted[0, None]).double().cpu().numpy()
+    return emission_posteriors(scores[:, :, -1], scores[:, np.arange(labels.shape[1]), labels[0].cpu()])
+
+
+def draw(path: Path, source: Source, losses: list[float], model: Transducer, utterance: Utterance) -> None:
+    """Loss curve above; below, when each character of the utterance is emitted, over its spectrogram."""
+    figure = Figure(figsize=(9, 9), dpi=120, facecolor="white", layout="constrained")
+    curve, emissions, spectrogram = figure.subplots(3, 1, height_ratios=(3, 4, 3))
+
+    smooth = np.convolve(losses, np.full(10, 0.1), mode="valid")
+    curve.semilogy(np.arange(1, len(losses) + 1), losses, color=GREY, linewidth=0.8, label="each step")
+    curve.semilogy(np.arange(10, len(losses) + 1), smooth, color=BLUE, linewidth=1.8, label="mean of 10")
+    curve.set(title=f"{source.title}: training", xlabel="step", ylabel="loss (nats per character)")
+    curve.grid(color=GREY, alpha=0.3)
+    curve.legend(frameon=False)
+
+    posteriors = alignment(model, source.alphabet, utterance)
+    T, U = posteriors.shape
+    shown = emissions.imshow(
+        posteriors.T, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=1, extent=(0, T * FRAME, -0.5, U - 0.5)
+    )
+    emissions.set_yticks(range(U), [character.replace(" ", "␣") for character in utterance.text])
+    emissions.set(title="when each character is emitted", ylabel="transcript, upwards")
+    figure.colorbar(shown, ax=emissions, label="posterior probability")
+
+    level = spectrogram.specgram(
+        utterance.audio, NFFT=256, Fs=SAMPLE_RATE, noverlap=256 - HOP, cmap="Greys", scale="dB", vmin=-120
+    )[3]
+    spectrogram.set(xlabel="time (s)", ylabel="frequency (Hz)", xlim=(0, T * FRAME))
+    emissions.sharex(spectrogram)
+    figure.colorbar(level, ax=spectrogram, label="power density (dB/Hz)")
+    figure.savefig(path)
