@@ -19,7 +19,7 @@ from tests import problems
 from tests.oracles.checks import assert_close
 from tests.problems import Array, Joint, Logits, Truth
 
-collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_pytorch_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_pytorch_*.py", "test_demo.py"]
 
 hypothesis.settings.register_profile("tests", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("tests")

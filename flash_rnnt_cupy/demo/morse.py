@@ -19,61 +19,11 @@ CODE = {
 }  # fmt: skip
 CHARACTERS = list(CODE)
 LETTERS, DIGITS = CHARACTERS[:26], CHARACTERS[26:36]
-WORDS = [
-    "CQ",
-    "DE",
-    "K",
-    "TNX",
-    "FER",
-    "CALL",
-    "UR",
-    "RST",
-    "IS",
-    "599",
-    "579",
-    "NAME",
-    "QTH",
-    "WX",
-    "RIG",
-    "ANT",
-    "HR",
-    "HW?",
-    "=",
-    "AGN",
-    "PSE",
-    "QRM",
-    "QRN",
-    "QSB",
-    "QSL",
-    "73",
-    "BK",
-    "GM",
-    "GA",
-    "GE",
-    "THE",
-    "AND",
-    "YOU",
-    "FOR",
-    "FINE",
-    "WATT",
-    "DIPOLE",
-    "YAGI",
-    "SUNNY",
-    "RAIN",
-    "COLD",
-    "WARM",
-    "TEMP",
-    "GOOD",
-    "VERY",
-    "SIGNAL",
-    "HERE",
-    "MY",
-    "TEST",
-    "FROM",
-    "OM",
-    "DR",
-    "HOPE",
-]
+WORDS = (
+    "CQ DE K TNX FER CALL UR RST IS 599 579 NAME QTH WX RIG ANT HR HW? = AGN PSE QRM QRN QSB QSL 73 "
+    "BK GM GA GE THE AND YOU FOR FINE WATT DIPOLE YAGI SUNNY RAIN COLD WARM TEMP GOOD VERY SIGNAL "
+    "HERE MY TEST FROM OM DR HOPE"
+).split()
 
 
 @dataclass(frozen=True)
@@ -170,10 +120,10 @@ SOURCE = Source(
     " " + "".join(CODE),
     training=message,
     held_out=held_out,
-    steps=600,
+    steps=460,
     batch_size=16,
     width=128,
     lesson=character,
-    lesson_steps=120,
+    lesson_steps=100,
     lesson_size=48,
 )

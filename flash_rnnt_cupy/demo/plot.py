@@ -54,9 +54,10 @@ def draw(path: Path, source: Source, losses: list[float], model: Transducer, utt
     figure = Figure(figsize=(9, 9), dpi=120, facecolor="white", layout="constrained")
     curve, emissions, spectrogram = figure.subplots(3, 1, height_ratios=(3, 4, 3))
 
-    smooth = np.convolve(losses, np.full(10, 0.1), mode="valid")
+    window = min(10, len(losses))
+    smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
     curve.semilogy(np.arange(1, len(losses) + 1), losses, color=GREY, linewidth=0.8, label="each step")
-    curve.semilogy(np.arange(10, len(losses) + 1), smooth, color=BLUE, linewidth=1.8, label="mean of 10")
+    curve.semilogy(np.arange(window, len(losses) + 1), smooth, color=BLUE, linewidth=1.8, label=f"mean of {window}")
     curve.set(title=f"{source.title}: training", xlabel="step", ylabel="loss (nats per character)")
     curve.grid(color=GREY, alpha=0.3)
     curve.legend(frameon=False)

@@ -118,6 +118,7 @@ def main(
     steps = steps or source.steps
     held_out = source.held_out(seed)
     torch.manual_seed(seed)
+    torch.set_num_threads(max(torch.get_num_threads() - workers, 1))
     device = "cpu" if backends.unavailable("cuda") or not torch.cuda.is_available() else "cuda"
     model = Transducer(len(source.alphabet) + 1, source.width).to(device)
     losses: list[float] = []
