@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from flash_rnnt_cupy import backends
+
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "nvidia-cuda-nvrtc", "nvidia-cublas")
 
 
@@ -43,6 +45,8 @@ def _commit() -> str:
 
 
 def _device() -> dict[str, Any]:
+    if backends.unavailable("cuda"):
+        return {"name": f"CPU {platform.machine()}, {os.cpu_count()} cores"}
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
