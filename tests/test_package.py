@@ -191,7 +191,7 @@ def documented_stages() -> dict[str, int]:
 def test_stages_have_the_documented_signatures(name: str) -> None:
     record: Any = {
         "numpy": numpy_cpu.BACKEND,
-        "cuda": cuda.make_backend(None, H200, numpy_cpu.allocate),  # type: ignore[arg-type]
+        "cuda": cuda.make_backend(None, H200, 132, numpy_cpu.allocate),  # type: ignore[arg-type]
     }[name]
     assert record.name == name
     documented = documented_stages()

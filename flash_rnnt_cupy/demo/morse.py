@@ -44,15 +44,15 @@ class Signal:
 
 
 def random_signal(rng: np.random.Generator) -> Signal:
-    """A station on the air: 400-900 Hz, 18-32 words a minute, noise from a tenth to 0.7 of the tone."""
+    """A station on the air: 400-900 Hz, 18-28 words a minute, noise from a tenth to half of the tone."""
     amplitude = 0.5 * 10 ** rng.uniform(-1, 0)
     return Signal(
-        words_per_minute=rng.uniform(18, 32),
+        words_per_minute=rng.uniform(18, 28),
         pitch=rng.uniform(400, 900),
         amplitude=amplitude,
-        timing_jitter=rng.uniform(0, 0.08),
+        timing_jitter=rng.uniform(0, 0.06),
         fading=rng.uniform(0, 0.5),
-        noise=amplitude * 10 ** rng.uniform(-1, -0.15),
+        noise=amplitude * 10 ** rng.uniform(-1, -0.3),
     )
 
 
@@ -97,9 +97,9 @@ def random_word(rng: np.random.Generator) -> str:
 
 
 def message(seed: int, index: int) -> Utterance:
-    """One to three words of one station."""
+    """One or two words of one station."""
     rng = np.random.default_rng((seed, index))
-    text = " ".join(random_word(rng) for _ in range(rng.integers(1, 4)))
+    text = " ".join(random_word(rng) for _ in range(rng.integers(1, 3)))
     return Utterance(synthesise(text, random_signal(rng), rng), text)
 
 
@@ -120,7 +120,7 @@ SOURCE = Source(
     " " + "".join(CODE),
     training=message,
     held_out=held_out,
-    steps=460,
+    steps=580,
     batch_size=16,
     width=128,
     lesson=character,

@@ -81,7 +81,7 @@ SOURCE = Source(
     " '" + "abcdefghijklmnopqrstuvwxyz",
     training=varied,
     held_out=held_out,
-    steps=600,
+    steps=300,
     batch_size=16,
     width=192,
 )
