@@ -120,7 +120,7 @@ SOURCE = Source(
     " " + "".join(CODE),
     training=message,
     held_out=held_out,
-    steps=500,
+    steps=440,
     batch_size=16,
     width=128,
     lesson=character,
