@@ -71,9 +71,10 @@ def draw(path: Path, source: Source, losses: list[float], model: Transducer, utt
     emissions.set(title="when each character is emitted", ylabel="transcript, upwards")
     figure.colorbar(shown, ax=emissions, label="posterior probability")
 
-    level = spectrogram.specgram(
-        utterance.audio, NFFT=256, Fs=SAMPLE_RATE, noverlap=256 - HOP, cmap="Greys", scale="dB", vmin=-120
-    )[3]
+    with np.errstate(divide="ignore"):  # silence is -inf dB
+        level = spectrogram.specgram(
+            utterance.audio, NFFT=256, Fs=SAMPLE_RATE, noverlap=256 - HOP, cmap="Greys", scale="dB", vmin=-120
+        )[3]
     spectrogram.set(xlabel="time (s)", ylabel="frequency (Hz)", xlim=(0, T * FRAME))
     emissions.sharex(spectrogram)
     figure.colorbar(level, ax=spectrogram, label="power density (dB/Hz)")
