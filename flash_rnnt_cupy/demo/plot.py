@@ -9,6 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from flash_rnnt_cupy import reference
 from flash_rnnt_cupy.demo.audio import HOP, SAMPLE_RATE, log_mel
 from flash_rnnt_cupy.demo.data import Source, Utterance
 from flash_rnnt_cupy.demo.model import SUBSAMPLING, Transducer
@@ -17,36 +18,16 @@ FRAME = SUBSAMPLING * HOP / SAMPLE_RATE  # seconds
 BLUE, GREY = "#0b61a4", "#9aa5b1"
 
 
-def emission_posteriors(blank: NDArray[np.float64], label: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Log-probabilities [T, U1] of the blank and [T, U] of labels -> [T, U]: of label u being said at frame t."""
-    T, U1 = blank.shape
-    alpha, beta = np.full((T, U1), -np.inf), np.full((T, U1), -np.inf)  # into a node, and from it to the end
-    alpha[0, 0], beta[-1, -1] = 0, blank[-1, -1]
-    for t in range(T):
-        for u in range(U1):
-            if t:
-                alpha[t, u] = np.logaddexp(alpha[t, u], alpha[t - 1, u] + blank[t - 1, u])
-            if u:
-                alpha[t, u] = np.logaddexp(alpha[t, u], alpha[t, u - 1] + label[t, u - 1])
-    for t in reversed(range(T)):
-        for u in reversed(range(U1)):
-            if t < T - 1:
-                beta[t, u] = np.logaddexp(beta[t, u], beta[t + 1, u] + blank[t, u])
-            if u < U1 - 1:
-                beta[t, u] = np.logaddexp(beta[t, u], beta[t, u + 1] + label[t, u])
-    posteriors: NDArray[np.float64] = np.exp(alpha[:, :-1] + label + beta[:, 1:] - beta[0, 0])
-    return posteriors
-
-
 @torch.no_grad()
 def alignment(model: Transducer, alphabet: str, utterance: Utterance) -> NDArray[np.float64]:
-    """`emission_posteriors` of the reference text: [T, U]."""
+    """Probability that each character of the text is emitted at each frame of the encoder: [T, U]."""
     device = model.joint.output.weight.device
     encoded, _ = model.encoder(torch.from_numpy(log_mel(utterance.audio))[None].to(device))
     labels = torch.tensor([[alphabet.index(character) for character in utterance.text]], device=device)
     predicted = model.predictor(labels)
     scores = model.joint.log_probs(encoded[0, :, None], predicted[0, None]).double().cpu().numpy()
-    return emission_posteriors(scores[:, :, -1], scores[:, np.arange(labels.shape[1]), labels[0].cpu()])
+    blank, label = scores[:, :, -1], scores[:, np.arange(labels.shape[1]), labels[0].cpu()]
+    return reference.arc_posteriors(blank, label)[2]
 
 
 def draw(path: Path, source: Source, losses: list[float], model: Transducer, utterance: Utterance) -> None:
