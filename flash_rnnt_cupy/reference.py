@@ -1,6 +1,6 @@
 """The mathematics in float64, dense and plain, to be read beside the equations.
 
-Slow and memory-hungry on purpose; the library never calls it. Arrays of one utterance:
+Slow and memory-hungry on purpose; no loss is computed with it. Arrays of one utterance:
 
     logits z [T, U1, V]     labels y [U]     log-probabilities log p [T, U1, V]
 
