@@ -120,7 +120,7 @@ SOURCE = Source(
     " " + "".join(CODE),
     training=message,
     held_out=held_out,
-    steps=440,
+    steps=540,
     batch_size=16,
     width=128,
     lesson=character,
