@@ -12,3 +12,14 @@ __device__ __forceinline__ float exp2_unit(float x) {
   return y;
 #endif
 }
+
+// 0xFFFF in each half whose sign bit is set.
+__device__ __forceinline__ u32 spread_signs(u32 x) {
+#ifdef FRNNT_CPU_SHIM
+  return (x >> 31) * 0xFFFF0000u | (x >> 15 & 1) * 0xFFFFu;
+#else
+  u32 mask;
+  asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(mask) : "r"(x));
+  return mask;
+#endif
+}
