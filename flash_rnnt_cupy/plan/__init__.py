@@ -41,7 +41,8 @@ class Plan:
     """How a problem is worked: all its rows, their tiles, and the memory account.
 
     ``untiled``: one tile for everything whose hidden states and logits are kept for backward, which then
-    recomputes nothing and leaves nothing out.
+    recomputes nothing and leaves nothing out. Without ``against_fused`` reasons the device's fused kernels do
+    the work of a tile: forward has no tiles and keeps nothing, so that no plan is untiled.
     """
 
     problem: Problem
@@ -49,7 +50,13 @@ class Plan:
     rows: Rows
     tile_rows: int
     untiled: bool
+    against_fused: tuple[str, ...]
     account: MemoryAccount
+
+    @property
+    def fused(self) -> bool:
+        """Whether hidden states and logits never leave the chip in forward."""
+        return not self.against_fused
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -68,7 +75,8 @@ class Plan:
     def __str__(self) -> str:
         """One line."""
         mode = "untiled" if self.untiled else f"{self.tile_rows} rows a tile"
-        return f"{self.problem} on {self.facts.name}: N={self.rows.n_rows}, {mode}"
+        kernels = f"no fused kernels ({'; '.join(self.against_fused)})" if self.against_fused else "fused kernels"
+        return f"{self.problem} on {self.facts.name}: N={self.rows.n_rows}, {mode}, {kernels}"
 
 
 def make_plan(
@@ -84,16 +92,23 @@ def make_plan(
     PlanError where a tile does not fit ``workspace_bytes``.
     """
     rows = Packing(problem.frames_b, problem.labels_b).all_rows()
-    n_tile = _tile_rows(problem, facts, rows.n_rows, tile_rows, workspace_bytes)
-    untiled = tile_rows is None and problem.form is Form.JOINT
-    parts = _parts(problem, facts, rows.packing, n_tile, untiled, gradients)
+    against_fused = facts.against_fused(problem)
+    fused = not against_fused
+    n_tile = _tile_rows(problem, facts, rows.n_rows, tile_rows, workspace_bytes, fused)
+    untiled = tile_rows is None and problem.form is Form.JOINT and not fused
+    parts = _parts(problem, facts, rows.packing, n_tile, untiled, fused, gradients)
     dense = rows.n_rows * problem.vocabulary * ITEMSIZE[problem.dtype]
-    account = MemoryAccount(f"{problem} on {facts.name}, tiles of {n_tile} rows", tuple(parts), dense)
-    return Plan(problem, facts, rows, n_tile, untiled, account)
+    title = f"{problem} on {facts.name}, {'fused kernels, ' if fused else ''}tiles of {n_tile} rows"
+    return Plan(problem, facts, rows, n_tile, untiled, against_fused, MemoryAccount(title, tuple(parts), dense))
 
 
 def _tile_rows(
-    problem: Problem, facts: DeviceFacts, n_rows: int, tile_rows: TileRows, workspace_bytes: int | None
+    problem: Problem,
+    facts: DeviceFacts,
+    n_rows: int,
+    tile_rows: TileRows,
+    workspace_bytes: int | None,
+    fused: bool,
 ) -> int:
     """Rows a tile; the logits form works in place on the caller's scores, in one tile."""
     if problem.form is not Form.JOINT:
@@ -101,7 +116,9 @@ def _tile_rows(
     row_bytes = (problem.joint_width + problem.vocabulary) * ITEMSIZE[facts.workspace_dtype(problem.dtype)]
     fitting = n_rows if workspace_bytes is None else workspace_bytes // row_bytes
     if tile_rows == "auto":
-        aligned = facts.tile_bytes // row_bytes // MIN_AUTO_ROWS * MIN_AUTO_ROWS
+        hoped = facts.tile_bytes // row_bytes
+        multiple = facts.row_multiple if fused and hoped >= facts.row_multiple else MIN_AUTO_ROWS
+        aligned = hoped // multiple * multiple
         wanted = min(max(aligned, MIN_AUTO_ROWS), max(n_rows, 1))
         rows = min(wanted, fitting) if workspace_bytes is not None else wanted
         least = 1
@@ -123,6 +140,7 @@ def _parts(
     packing: Packing,
     n_tile: int,
     untiled: bool,
+    fused: bool,
     gradients: frozenset[str],
 ) -> list[Part]:
     """Every buffer of the call, in the order in which it is needed."""
@@ -139,12 +157,12 @@ def _parts(
     if gradients:
         parts.append(Part("normalizers", (len(problem.topology.groups), n_nodes), lattice_dtype, Life.SAVED))
         parts.append(Part("alpha", (n_nodes,), facts.alpha_dtype, Life.SAVED))
-    if joint and problem.parameter_dtype != work:
+    if joint and problem.parameter_dtype != work and (gradients or not fused):
         parts.append(Part("weight as multiplied", (vocabulary, width), work, Life.SAVED))
-    if "bias" in problem.shapes and problem.parameter_dtype != lattice_dtype:
+    if "bias" in problem.shapes and problem.parameter_dtype != lattice_dtype and not fused:
         parts.append(Part("bias as added", (vocabulary,), lattice_dtype, Life.SAVED))
     if joint:
-        life = Life.SAVED if untiled else Life.TILE
+        life = Life.SAVED if untiled else Life.BACKWARD if fused else Life.TILE
         parts.append(Part("tile hidden", (n_tile, width), work, life))
         parts.append(Part("tile logits", (n_tile, vocabulary), work, life))
     parts += facts.scratch(problem, packing, gradients)

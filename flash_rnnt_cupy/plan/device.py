@@ -20,6 +20,9 @@ class DeviceFacts:
     alpha_dtype    in which the forward variable is kept
     sums_apart     gradients that are summed in a buffer of their own, if their dtype is not the accumulator's
     scratch        parts of the backend's own, beside those that every backend has
+    against_fused  reasons why it cannot score a problem's rows, or differentiate their scores, in one kernel; empty:
+                   it can, and then keeps no tile in forward
+    row_multiple   rows that keep the whole device busy then; "auto" takes multiples of it
     """
 
     name: str
@@ -28,6 +31,8 @@ class DeviceFacts:
     alpha_dtype: str
     sums_apart: frozenset[str]
     scratch: Callable[[Problem, Packing, frozenset[str]], tuple[Part, ...]]
+    against_fused: Callable[[Problem], tuple[str, ...]]
+    row_multiple: int
 
     def workspace_dtype(self, dtype: str) -> str:
         """In which hidden states and logits of a tile are kept."""
