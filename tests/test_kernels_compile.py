@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flash_rnnt_cupy.backends.cuda import compiler, stages
+from flash_rnnt_cupy.backends.cuda import compiler, specs
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec, Resources
 from flash_rnnt_cupy.errors import BackendUnavailableError
 
@@ -47,7 +47,7 @@ BUDGET = {
     "split_upstream": (Budget(32), Budget(40)),
 }
 
-SPECS = list(dict.fromkeys(stages.all_specs()))
+SPECS = list(dict.fromkeys(specs.all_specs()))
 
 
 def lattice_dtype(spec: ModuleSpec) -> str:
