@@ -2,6 +2,17 @@
 #pragma once
 #include "common.cuh"
 
+// Bits 15 and 31, each spread over its half of the word.
+__device__ __forceinline__ u32 spread_signs(u32 x) {
+#ifdef FRNNT_CPU_SHIM
+  return (x >> 15 & 1) * 0xffffu | (x >> 31) * 0xffff0000u;
+#else
+  u32 y;
+  asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(y) : "r"(x));
+  return y;
+#endif
+}
+
 // 2^x and log2(x) by the special function unit: 2 ulp, subnormals flushed to zero.
 __device__ __forceinline__ float exp2_unit(float x) {
 #ifdef FRNNT_CPU_SHIM

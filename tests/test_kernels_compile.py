@@ -32,7 +32,7 @@ class Budget(NamedTuple):
 # resident, at 128 half as many; a block of 1024 threads cannot have more than 64.
 BUDGET = {
     "joint_forward": (Budget(48, 16), Budget(64)),
-    "joint_backward": (Budget(104, 28), Budget(136, 168)),
+    "encoder_gradient": (Budget(104, 28), Budget(136, 168)),
     "predictor_gradient": (Budget(64), Budget(64)),
     "normalize_forward": (Budget(128), Budget(255, 36)),
     "normalize_backward": (Budget(168), Budget(255, 336)),

@@ -42,6 +42,7 @@ def joint_record(acc: str) -> np.dtype[Any]:
         ("encoder_step", np.int64),
         ("predictor_step", np.int64),
         ("hidden", "pointer"),
+        ("active", "pointer"),
         ("grad_encoder", "pointer"),
         ("grad_predictor", "pointer"),
         ("encoder_grad_row_b", "pointer"),
@@ -52,7 +53,6 @@ def joint_record(acc: str) -> np.dtype[Any]:
         ("tile_rows", np.int64),
         ("predictor_carry_size", np.int64),
         ("seed", np.uint64),
-        ("scale", "acc"),
         ("threshold", np.uint32),
     )
 

@@ -37,10 +37,10 @@ from flash_rnnt_cupy.backends.cuda.specs import (
 from flash_rnnt_cupy.plan import Plan, Rows, Tile, accumulator_dtype
 from flash_rnnt_cupy.problem import ITEMSIZE, Form, Inputs, Problem
 
-DRAWS = 1 << 16
 THREADS = 256
 JOINT_ROWS = 32  # rows of a block of joint_forward: 8 warps of kRowsPerWarp
-SUM_COLUMNS = 256  # columns of a block of sums: 32 lanes x 8
+SLICE_COLUMNS = 128  # of a warp of joint_backward and a block of predictor_gradient
+SUM_COLUMNS = 256  # columns of a block of bias sums: 32 lanes x 8
 WARPS = THREADS // 32
 MAX_STATE_THREADS = 1024
 MAX_GRID_Y = 65_535
@@ -190,23 +190,24 @@ def _joint_launch(
     call: CudaCall,
     entry: str,
     hidden: DeviceArray,
+    active: DeviceArray | None,
     grad_encoder: DeviceArray | None = None,
     grad_predictor: DeviceArray | None = None,
 ) -> Launch:
     """A kernel of joint.cu over this call's rows."""
-    key = (entry, hidden.pointer, _pointer(grad_encoder), _pointer(grad_predictor))
+    key = (entry, hidden.pointer, _pointer(active), _pointer(grad_encoder), _pointer(grad_predictor))
     if key in call.launches:
         return call.launches[key]
     problem, inputs = call.problem, call.inputs
-    drop_below = min(round(problem.options.dropout * DRAWS), DRAWS - 1)
+    rows = inputs.encoder, inputs.predictor, hidden, grad_encoder, grad_predictor
     spec = joint_spec(
         problem.dtype,
         hidden.dtype,
         call.acc,
         problem.joint_width,
         problem.options.activation,
-        drop_below > 0,
-        all(is_aligned(array) for array in (inputs.encoder, inputs.predictor, hidden)),
+        problem.options.drop_below > 0,
+        all(is_aligned(array) for array in rows if array is not None),
     )
     record = np.zeros(1, joint_record(call.acc))
     _fill(
@@ -220,6 +221,7 @@ def _joint_launch(
             "encoder_step": inputs.encoder.strides[-2],
             "predictor_step": inputs.predictor.strides[-2],
             "hidden": hidden.pointer,
+            "active": _pointer(active),
             "grad_encoder": _pointer(grad_encoder),
             "grad_predictor": _pointer(grad_predictor),
             "encoder_grad_row_b": call.table["encoder_grad_row_b"],
@@ -230,41 +232,45 @@ def _joint_launch(
             "tile_rows": call.plan.tile_rows,
             "predictor_carry_size": ring_shape(problem, call.rows.packing)[2] * problem.joint_width,
             "seed": problem.options.seed,
-            "scale": DRAWS / (DRAWS - drop_below),
-            "threshold": drop_below,
+            "threshold": problem.options.drop_below,
         },
     )
     call.launches[key] = Launch(call.driver, spec, entry, record)
     return call.launches[key]
 
 
-def joint_forward(call: CudaCall, tile: Tile, hidden: DeviceArray) -> None:
-    """Hidden [R, H]: the rows of the tile."""
-    _joint_launch(call, "joint_forward", hidden)(tile, (-(-tile.n_rows // JOINT_ROWS),), (THREADS,))
+def joint_forward(call: CudaCall, tile: Tile, hidden: DeviceArray, active: DeviceArray | None) -> None:
+    """Hidden [R, H] of the tile's rows, not yet divided by the keep probability; and their active bits."""
+    _joint_launch(call, "joint_forward", hidden, active)(tile, (-(-tile.n_rows // JOINT_ROWS),), (THREADS,))
 
 
 def joint_backward(
     call: CudaCall,
     tile: Tile,
     grad_hidden: DeviceArray,
+    active: DeviceArray | None,
     grad_encoder: DeviceArray | None,
     grad_predictor: DeviceArray | None,
 ) -> None:
-    """Writes the gradients that the tile completes, the rest goes to the next; uses up grad_hidden."""
-    frames = tile.frame_end - tile.frame_begin
-    _joint_launch(call, "joint_backward", grad_hidden, grad_encoder=grad_encoder)(tile, (frames,), (THREADS,))
+    """Writes the gradients that the tile completes, the rest goes to the next."""
+    slices = -(-call.problem.joint_width // SLICE_COLUMNS)
+    if grad_encoder is not None:
+        warps = (tile.frame_end - tile.frame_begin) * slices
+        launch = _joint_launch(call, "encoder_gradient", grad_hidden, active, grad_encoder=grad_encoder)
+        launch(tile, (-(-warps // WARPS),), (THREADS,))
     if grad_predictor is not None:
         packing = call.rows.packing
         first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
         n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
-        grid = (n_states, -(-call.problem.joint_width // SUM_COLUMNS))
-        _joint_launch(call, "predictor_gradient", grad_hidden, grad_predictor=grad_predictor)(tile, grid, (32, WARPS))
+        launch = _joint_launch(call, "predictor_gradient", grad_hidden, active, grad_predictor=grad_predictor)
+        launch(tile, (n_states, slices), (SLICE_COLUMNS,))
 
 
 def product(call: CudaCall, hidden: DeviceArray, logits: DeviceArray, n_rows: int) -> None:
-    """Logits [R, V] = hidden [R, H] weight^T, for the first n_rows rows."""
+    """Logits [R, V] = hidden [R, H] weight^T / keep probability, for the first n_rows rows."""
     assert call.weight is not None
-    call.driver.gemm(hidden.rows(n_rows), call.weight, logits.rows(n_rows), False, True, False)
+    scores = logits.rows(n_rows).columns(call.problem.vocabulary)
+    call.driver.gemm(hidden.rows(n_rows), call.weight, scores, False, True, False, call.problem.options.keep_scale)
 
 
 def product_weight(
@@ -275,15 +281,17 @@ def product_weight(
     grad_weight: DeviceArray,
     scratch: DeviceArray | None,
 ) -> None:
-    """grad_weight [V, H] += grad_logits^T hidden."""
+    """grad_weight [V, H] += grad_logits^T hidden / keep probability."""
     del scratch
-    call.driver.gemm(grad_logits.rows(n_rows), hidden.rows(n_rows), grad_weight, True, False, True)
+    grads, keep_scale = grad_logits.rows(n_rows).columns(call.problem.vocabulary), call.problem.options.keep_scale
+    call.driver.gemm(grads, hidden.rows(n_rows), grad_weight, True, False, True, keep_scale)
 
 
 def product_hidden(call: CudaCall, grad_logits: DeviceArray, hidden: DeviceArray, n_rows: int) -> None:
-    """Hidden [R, H] = grad_logits [R, V] weight: the hidden states give way to their gradient."""
+    """Hidden [R, H] = grad_logits [R, V] weight / keep probability: the hidden states give way to their gradient."""
     assert call.weight is not None
-    call.driver.gemm(grad_logits.rows(n_rows), call.weight, hidden.rows(n_rows), False, False, False)
+    grads, keep_scale = grad_logits.rows(n_rows).columns(call.problem.vocabulary), call.problem.options.keep_scale
+    call.driver.gemm(grads, call.weight, hidden.rows(n_rows), False, False, False, keep_scale)
 
 
 # ---- scores and lattice --------------------------------------------------------------------------------------------
@@ -303,7 +311,6 @@ def _normalize_launch(
         return call.launches[key]
     problem, options = call.problem, call.problem.options
     grid = len(logits.shape) == 4
-    arrays = [logits, grad_logits, *([call.bias] if call.bias is not None else [])]
     spec = normalize_spec(
         problem.topology,
         logits.dtype,
@@ -313,7 +320,7 @@ def _normalize_launch(
         grid=grid,
         log_probs=problem.form is Form.LOG_PROBS,
         clamped=options.clamp is not None,
-        wide=all(is_aligned(array) for array in arrays),
+        wide=is_aligned(logits) and is_aligned(grad_logits) and _pointer(call.bias) % 16 == 0,
     )
     record = np.zeros(1, normalize_record(call.acc))
     _fill(
