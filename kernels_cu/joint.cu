@@ -44,8 +44,8 @@ constexpr int kSlice = kSumLanes * kVector;                      // columns of a
 constexpr int kSlices = (kWidth + kSlice - 1) / kSlice;
 constexpr int kSumWarps = 4;                                     // of a block of predictor_gradient
 constexpr int kStreams = 2 * kSumWarps;                          // its half warps
-constexpr int kInFlight = (kSmooth ? 8 : 16) / int(sizeof(Work));  // rows whose loads are on their way, a lane
-constexpr int kSumThreads = 768 / (sizeof(Acc) / 4);                // resident at least, on a multiprocessor
+constexpr int kPieceWords = kVector * (kWide || sizeof(Work) > 4 ? int(sizeof(Work)) : 4) / 4;  // registers of 8 columns
+constexpr int kInFlight = (kSmooth ? 16 : 32) / kPieceWords;  // rows whose loads are on their way, a lane
 static_assert(kSlice == kSumWarps * kWarp, "a thread finishes one column");
 
 struct JointParams {
@@ -189,7 +189,9 @@ __device__ __forceinline__ void load_piece(const JointParams& p, const Term& ter
   if (kMasked) piece.active = p.active[term.in_tile * kBytes + column / kVector];
 }
 
-__device__ __forceinline__ void add_piece(const Piece& piece, const Acc (&shared)[kVector], Acc (&sum)[kVector]) {
+__device__ __forceinline__ void add_piece(Piece& piece, const Acc (&shared)[kVector], Acc (&sum)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector * int(sizeof(Work)) / 4; ++i) keep_packed(reinterpret_cast<u32*>(piece.grad)[i]);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     Acc grad = widen<Acc>(piece.grad[i]);
@@ -232,7 +234,7 @@ __device__ __forceinline__ Progress progress_of(const JointParams& p, i64 sum_be
   return {sum_begin >= p.tile.row_begin, sum_end <= p.tile.row_end, turn};
 }
 
-extern "C" __global__ void __launch_bounds__(256, kSumThreads / 256) encoder_gradient(const __grid_constant__ JointParams p) {
+extern "C" __global__ void __launch_bounds__(256) encoder_gradient(const __grid_constant__ JointParams p) {
   const int lane = threadIdx.x % kWarp;
   const i64 warp = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
   const i64 frame = p.tile.frame_begin + warp / kSlices;
@@ -271,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(256, kSumThreads / 256) encoder_gra
 
 // blockIdx.x counts the states of the tile's utterances, from the first state of the first one. A half warp finds the
 // rows of its state among 16 frames at once: with narrow bands most frames have none.
-extern "C" __global__ void __launch_bounds__(kSlice, kSumThreads / kSlice) predictor_gradient(const __grid_constant__ JointParams p) {
+extern "C" __global__ void __launch_bounds__(kSlice) predictor_gradient(const __grid_constant__ JointParams p) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int half = lane & kSumLanes, in_half = lane % kSumLanes, stream = threadIdx.x / kSumLanes;
   const i64 first_b = p.rows.utterance_f[p.tile.frame_begin], last_b = p.rows.utterance_f[p.tile.frame_end - 1];

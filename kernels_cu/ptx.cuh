@@ -13,6 +13,13 @@ __device__ __forceinline__ u32 spread_signs(u32 x) {
 #endif
 }
 
+// The compiler must have x as it is here: it cannot unpack it earlier, where that takes more registers.
+__device__ __forceinline__ void keep_packed(u32& x) {
+#ifndef FRNNT_CPU_SHIM
+  asm("" : "+r"(x));
+#endif
+}
+
 // 2^x and log2(x) by the special function unit: 2 ulp, subnormals flushed to zero.
 __device__ __forceinline__ float exp2_unit(float x) {
 #ifdef FRNNT_CPU_SHIM

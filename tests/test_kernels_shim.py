@@ -63,7 +63,7 @@ CASES = [
     Case("float16", 264, 72, 11),
     Case("float64", 264, 520, 100, bias=False, shared_bytes=0),
     Case("float32", 8, 2056, 3, (1, 3), (2, 0)),
-    Case("bfloat16", 16, 2051, 3, (1, 3), (2, 0), {"min_occupancy": 0.05, "activation": "identity", "dropout": 0.5}),
+    Case("bfloat16", 16, 2051, 3, (1, 3), (2, 0), {"activation": "identity", "dropout": 0.5, "seed": 5}),
     Case("float16", 8, 16400, 2, (1, 2), (1, 0)),
 ]
 UNIT = 512.0  # the power of two below the largest upstream gradient, by which `finish` multiplies
@@ -206,8 +206,11 @@ class Walk:
             active = self.ours.take_active()
             self.ours.backend.joint_forward(calls[0], tile, self.ours.take("tile hidden"), active)
             hidden = [side.take("tile hidden", grad_hidden) for side in self.sides]
+            if active is not None:  # what is not active counts for nothing
+                hidden[0][: tile.n_rows][~active_columns(active[: tile.n_rows], self.case.H)] = np.nan
             hidden[1] *= UNIT / self.keep_scale
-            for side, call, z, h, bits, total in zip(self.sides, calls, logits, hidden, (active, None), sums, strict=True):
+            given = zip(self.sides, calls, logits, hidden, (active, None), sums, strict=True)
+            for side, call, z, h, bits, total in given:
                 side.backend.normalize_backward(call, tile, z, side.lattice, z, total.get("bias"))
                 side.backend.joint_backward(call, tile, h, bits, total["encoder"], total["predictor"])
             unit, exact = (z[: tile.n_rows, : self.case.V].astype(np.float64) for z in logits)

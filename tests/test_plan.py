@@ -257,7 +257,8 @@ def test_parts_that_depend_on_device_dtype_and_wanted_gradients() -> None:
 
 @pytest.mark.parametrize("tile_rows", [64, None])
 def test_logits_may_be_padded_and_active_bits_kept(tile_rows: TileRows) -> None:
-    facts, rows, life = replace(FACTS, logits_multiple=8, active_bits=True), tile_rows or N, "tile" if tile_rows else "saved"
+    facts = replace(FACTS, logits_multiple=8, active_bits=True)
+    rows, life = (tile_rows, "tile") if tile_rows else (N, "saved")
     account = account_of(facts=facts, tile_rows=tile_rows)
     assert account["tile logits"] == ((rows, 104), "float16", life)
     assert account["tile active"] == ((rows, 8), "uint8", life)

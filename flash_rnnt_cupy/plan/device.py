@@ -15,7 +15,7 @@ class DeviceFacts:
     """Facts of one device and of the backend that drives it.
 
     name             for people
-    tile_bytes       hidden states and logits of a tile that "auto" aims at: what the caches hold
+    tile_bytes       buffers of a tile that "auto" aims at: what the caches hold
     half_products    float16 and bfloat16 are multiplied as they are; otherwise in float32
     alpha_dtype      in which the forward variable is kept
     sums_apart       gradients that are summed in a buffer of their own, if their dtype is not the accumulator's

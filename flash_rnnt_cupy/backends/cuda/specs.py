@@ -211,7 +211,7 @@ def all_specs() -> Iterator[ModuleSpec]:
         acc = accumulator_dtype(state)
         for wide in (False, True):
             yield joint_spec(state, state, acc, 640, "relu", True, wide)
-            for vocabulary in (1_000, 5_000, 50_000):
+            for vocabulary in (1_000, 5_001, 50_000):
                 yield normalize_spec(
                     RNNT,
                     state,
