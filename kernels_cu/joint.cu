@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256) joint_forward(const __grid_con
   DropoutState state;
   if (DROPOUT) state = dropout_state(p.seed, node_of(p.rows, at), j);
   const DrawPair threshold = draw_pair(p.threshold);
-#pragma unroll 4
+#pragma unroll(8 / sizeof(Work))
   for (int column = j * kVector; column < kWidth; column += kDropoutBlock) {
     u32 kept[4] = {};
     if (DROPOUT) {

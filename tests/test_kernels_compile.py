@@ -31,9 +31,9 @@ class Budget(NamedTuple):
 # With a float32 and with a float64 lattice. A multiprocessor has 65,536 registers: at 64 a thread 1024 threads are
 # resident, at 128 half as many; a block of 1024 threads cannot have more than 64.
 BUDGET = {
-    "joint_forward": (Budget(56), Budget(72)),
+    "joint_forward": (Budget(56), Budget(80)),
     "encoder_gradient": (Budget(96), Budget(152)),
-    "predictor_gradient": (Budget(96), Budget(144)),
+    "predictor_gradient": (Budget(96), Budget(144, 12)),
     "normalize_forward": (Budget(128), Budget(255, 36)),
     "normalize_backward": (Budget(168), Budget(255, 336)),
     "bias_partials": (Budget(64), Budget(64)),
