@@ -113,7 +113,8 @@ class Call:
     """A checked and planned call; the tensors travel apart, so that autograd can free them.
 
     The *stash* is what forward leaves for backward: columns [C, N], normalizers [G, N], alpha [N],
-    log-likelihoods [B] and, in untiled mode, hidden states [N, H] and logits [N, V].
+    log-likelihoods [B] and, in untiled mode, the tile: hidden states [N, H], logits [N, V] and,
+    on a GPU, active bits [N, H / 8].
     """
 
     plan: Plan
@@ -138,7 +139,7 @@ class Call:
             losses, saved = pipeline.forward(self.plan, self._inputs(tensors), self.backend, _allocator(device))
             lattice, kept = saved.lattice, saved.workspace
             stash = [lattice.column_cn, lattice.normalizer_gn, lattice.alpha_n, saved.log_likelihood_b]
-            stash += [kept.hidden, kept.logits] if kept else []
+            stash += [kept.hidden, kept.logits, kept.active] if kept else []
             return _tensor(losses), tuple(_tensor(buffer) for buffer in stash if buffer is not None)
 
     def backward(

@@ -76,7 +76,7 @@ def joint_rnnt_loss(
         zero_infinity: an utterance without any possible alignment has loss 0 instead of +inf. Its gradient is
             zero either way.
         tile_rows: rows of a tile, "auto", or None: one tile, kept from forward to backward.
-        workspace_bytes: bound for a tile's hidden states and logits.
+        workspace_bytes: bound for a tile's hidden states, logits and (on a GPU) active bits.
         min_occupancy: backward leaves out nodes whose posterior is below it; 0 visits all.
         backend: "auto" or a name that ``python -m flash_rnnt_cupy info`` lists.
 

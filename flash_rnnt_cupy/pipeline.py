@@ -37,10 +37,11 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Hidden states [R, H] and logits [R, V] of one tile."""
+    """Hidden states [R, H], logits [R, V] and active bits [R, H / 8] of one tile; a backend may do without bits."""
 
     hidden: Buffer
     logits: Buffer
+    active: Buffer | None = None
 
 
 @dataclass(eq=False)
@@ -104,7 +105,7 @@ def _score(saved: Saved) -> None:
     if plan.problem.form is not Form.JOINT:
         backend.normalize_forward(call, plan.whole, saved.inputs.logits, lattice)
         return
-    workspace = Workspace(saved.take("tile hidden"), saved.take("tile logits"))
+    workspace = _take_workspace(saved)
     for tile in plan.tiles:
         _tile_logits(saved, call, tile, workspace)
         backend.normalize_forward(call, tile, workspace.logits, lattice)
@@ -112,9 +113,13 @@ def _score(saved: Saved) -> None:
         saved.workspace = workspace
 
 
+def _take_workspace(saved: Saved) -> Workspace:
+    return Workspace(saved.take("tile hidden"), saved.take("tile logits"), saved.take("tile active"))
+
+
 def _tile_logits(saved: Saved, call: Call, tile: Tile, workspace: Workspace) -> None:
     """Hidden states and logits of a tile; the same calls in forward and backward give the same bits."""
-    saved.backend.joint_forward(call, tile, workspace.hidden)
+    saved.backend.joint_forward(call, tile, workspace.hidden, workspace.active)
     saved.backend.product(call, workspace.hidden, workspace.logits, tile.n_rows)
 
 
@@ -129,7 +134,7 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
     for buffer in sums.values():
         backend.fill_zero(call, buffer)
     weight_product = saved.take("weight product")
-    workspace = kept or Workspace(saved.take("tile hidden"), saved.take("tile logits"))
+    workspace = kept or _take_workspace(saved)
     hidden, logits = workspace.hidden, workspace.logits
 
     for tile in plan.cut(rows):
@@ -140,7 +145,7 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
             backend.product_weight(call, logits, hidden, tile.n_rows, sums["weight"], weight_product)
         if "encoder" in wanted or "predictor" in wanted:
             backend.product_hidden(call, logits, hidden, tile.n_rows)
-            backend.joint_backward(call, tile, hidden, sums.get("encoder"), sums.get("predictor"))
+            backend.joint_backward(call, tile, hidden, workspace.active, sums.get("encoder"), sums.get("predictor"))
 
     gradients = dict(sums)
     for name in apart:

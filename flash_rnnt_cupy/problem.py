@@ -14,10 +14,11 @@ from flash_rnnt_cupy.topology import Topology
 
 Lengths = npt.NDArray[np.int64]
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint8": 1, "int32": 4, "int64": 8}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ACTIVATIONS = ("relu", "tanh", "sigmoid", "gelu", "silu", "identity")
 DEFAULT_MIN_OCCUPANCY = 1e-8
+DRAWS = 1 << 16  # values of a random draw of the dropout mask
 
 
 class Form(Enum):
@@ -39,6 +40,16 @@ class Options:
     clamp: float | None = None
     zero_infinity: bool = False
     min_occupancy: float = 0.0  # backward leaves out nodes of a smaller posterior; 0 keeps all
+
+    @property
+    def drop_below(self) -> int:
+        """Draws below it drop a hidden unit: ``dropout`` in steps of 1 / 65536, 1 at most less one step."""
+        return min(round(self.dropout * DRAWS), DRAWS - 1)
+
+    @property
+    def keep_scale(self) -> float:
+        """1 / probability of keeping a hidden unit."""
+        return DRAWS / (DRAWS - self.drop_below)
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,6 +91,28 @@ __device__ __forceinline__ void store_vector(T* to, int n_left, const A (&x)[kVe
   }
 }
 
+// ---- two two-byte numbers in a word, the first in its low half -----------------------------------------------------
+template <class T>
+struct PairOf;
+template <>
+struct PairOf<float16> { typedef __half2 type; };
+template <>
+struct PairOf<bfloat16> { typedef __nv_bfloat162 type; };
+
+template <class T>
+__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
+  typedef typename PairOf<T>::type Pair;
+  const Pair sum = __hadd2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+  return reinterpret_cast<const u32&>(sum);
+}
+template <class T>
+__device__ __forceinline__ u32 positive_pair(u32 x) {  // max(x, +0); a NaN becomes the positive one
+  typedef typename PairOf<T>::type Pair;
+  const u32 zero = 0;
+  const Pair y = __hmax2_nan(reinterpret_cast<const Pair&>(x), reinterpret_cast<const Pair&>(zero));
+  return reinterpret_cast<const u32&>(y);
+}
+
 // ---- reductions: a fixed tree, so the same bits every run -----------------------------------------------------------
 template <class A>
 __device__ __forceinline__ A warp_sum(A x) {

@@ -39,13 +39,24 @@ __device__ __forceinline__ void dropout_step(DropoutState& state) {
   s[3] = (b << 11) | (b >> 21);
 }
 
-// x[i] = kept ? x[i] * scale : 0 for the state's 8 columns.
-template <class A>
-__device__ __forceinline__ void dropout_apply(const DropoutState& state, u32 threshold, A scale, A (&x)[kVector]) {
+// A threshold, ready for two draws at once.
+struct DrawPair {
+  u32 low_bits;  // its low 15 bits, in both halves of a word
+  u32 either;    // all ones where the draw's high bit alone keeps: a threshold below 1 << 15
+};
+
+__device__ __forceinline__ DrawPair draw_pair(u32 threshold) {
+  return {(threshold & 0x7fffu) * 0x10001u, threshold < 0x8000u ? ~0u : 0u};
+}
+
+constexpr u32 kSigns = 0x80008000u;
+
+// Signs (bits 15 and 31) of word q say that columns 2 q and 2 q + 1 are kept; its other bits mean nothing. A draw is
+// kept if its high bit and its low 15 bits, by a difference that cannot borrow, are both, or either is, enough.
+__device__ __forceinline__ void kept_signs(const DropoutState& state, const DrawPair& threshold, u32 (&kept)[4]) {
 #pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    const u32 draws = state.s[word] * 0x9E3779B1u;
-    x[2 * word] = (draws & 0xffffu) >= threshold ? x[2 * word] * scale : A(0);
-    x[2 * word + 1] = (draws >> 16) >= threshold ? x[2 * word + 1] * scale : A(0);
+  for (int q = 0; q < 4; ++q) {
+    const u32 x = state.s[q] * 0x9E3779B1u, d = (x | kSigns) - threshold.low_bits;
+    kept[q] = (x & d) | ((x | d) & threshold.either);
   }
 }

@@ -174,13 +174,6 @@ __device__ __forceinline__ u32 activate_pair(u32 e, u32 q) {
   return pair_of(activate(widen_low(e) + widen_low(q)), activate(widen_high(e) + widen_high(q)));
 }
 
-// Bits 15 and 31: whether each half of `draws` is at least the threshold. low15: threshold % 2^15 in both halves;
-// small: all ones if threshold < 2^15.
-__device__ __forceinline__ u32 keep_signs(u32 draws, u32 low15, u32 small) {
-  const u32 difference = (draws | 0x80008000u) - low15;
-  return (draws & difference) | ((draws | difference) & small);
-}
-
 // The keep bits of this thread's 8 chunks in every slab: word [half][k] has those of rows first_row + 64 half + 16 i,
 // the sign bits of columns 2 q and 2 q + 1 shifted right by 4 i + q.
 struct KeepBits {
@@ -240,7 +233,7 @@ __device__ __forceinline__ void build_hidden(const FusedParams& p, u32 shared, i
   const int found_row = 16 * (lane / 4) + 4 * warp + lane % 4;  // of the strip: the row this lane looks up
   const int first_row = 4 * warp + sub;                         // chunk i of a slab lies in row first_row + 16 i
   const u32 to = shared + kHiddenAt + first_row * 128 + ((chunk ^ (first_row % 8)) << 4);
-  const u32 low15 = (p.threshold & 0x7FFF) * 0x10001u, small = p.threshold < 0x8000 ? ~0u : 0u;
+  const DrawPair threshold = draw_pair(p.threshold);
   auto inside = [&](int k) { return kWidth % kSlabColumns == 0 || k * kSlabColumns + chunk * kVector < kWidth; };
   const uint4 *encoder = reinterpret_cast<const uint4*>(p.encoder);
   const uint4 *predictor = reinterpret_cast<const uint4*>(p.predictor);
@@ -264,9 +257,10 @@ __device__ __forceinline__ void build_hidden(const FusedParams& p, u32 shared, i
           u32 word = 0;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
+            u32 kept[4];
+            kept_signs(state[i], threshold, kept);
 #pragma unroll
-            for (int q = 0; q < 4; ++q)
-              word |= keep_signs(state[i].s[q] * 0x9E3779B1u, low15, small) >> (4 * i + q) & 0x80008000u >> (4 * i + q);
+            for (int q = 0; q < 4; ++q) word |= (kept[q] & kSigns) >> (4 * i + q);
             dropout_step(state[i]);
           }
           keep.push(word);

@@ -14,7 +14,8 @@
 //            their digits; one exponential a score. -inf scores get
 //            gradient zero, a node of only -inf passes nothing on; NaN and +inf make the node's columns NaN
 // Constants  VOCABULARY;  GRID 1: padded [B, T, U1, V] of any strides, 0: rows one after another;  HAS_BIAS;
-//            LOG_PROBS: scores are log-probabilities already;  CLAMPED;  WIDE as in joint.cu
+//            LOG_PROBS: scores are log-probabilities already;  CLAMPED;  WIDE 1 if all rows are 16-byte aligned and
+//            have memory for V rounded up to 8 columns; those beyond V may hold anything and are overwritten
 #include "common.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
@@ -24,6 +25,7 @@ typedef LOGIT Logit;
 typedef ACCUMULATOR Acc;
 constexpr bool kWide = WIDE;
 constexpr int kVocabulary = VOCABULARY;
+constexpr bool kWhole = kVocabulary % kVector == 0;  // no 8 columns reach beyond V
 constexpr int kRowThreads = ROW_THREADS;
 constexpr int kRowWarps = kRowThreads / kWarp;
 constexpr int kBlock = kRowThreads > 256 ? kRowThreads : 256;
@@ -121,6 +123,9 @@ __device__ __forceinline__ void load_raw(const Cell& cell, int column, Logit (&r
   const int n_left = kVocabulary - column;
   if (kWide && (kVocabulary % kStride == 0 || n_left > 0)) {
     copy_vector(cell.from + column, raw);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      if (!kWhole && i >= n_left) raw[i] = narrow<Logit>(-infinity<Acc>());
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) raw[i] = i < n_left ? cell.from[column + i] : narrow<Logit>(-infinity<Acc>());
@@ -135,7 +140,10 @@ __device__ __forceinline__ void add_bias(const NormalizeParams& p, int column, c
   const int n_left = kVocabulary - column;
   if (!HAS_BIAS || (kVocabulary % kStride && n_left <= 0)) return;
   Acc bias[kVector];
-  load_vector<kWide>(p.bias + column, n_left, Acc(0), bias);
+  if (kWide && (kWhole || n_left >= kVector))
+    load_vector<true>(p.bias + column, n_left, Acc(0), bias);
+  else
+    load_vector<false>(p.bias + column, n_left, Acc(0), bias);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) z[i] += bias[i];
 }
@@ -402,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(256) bias_partials(const __grid_con
   if (n_left > 0)
     for (i64 row = begin + threadIdx.y; row < end; row += kBiasRows) {
       Acc x[kVector];
-      load_vector<kWide>(p.grad_logits + row * kVocabulary + column, n_left, Acc(0), x);
+      load_vector<kWide>(p.grad_logits + row * p.grad_step_u + column, n_left, Acc(0), x);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum[i] += x[i];
     }

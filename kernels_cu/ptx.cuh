@@ -2,6 +2,24 @@
 #pragma once
 #include "common.cuh"
 
+// Bits 15 and 31, each spread over its half of the word.
+__device__ __forceinline__ u32 spread_signs(u32 x) {
+#ifdef FRNNT_CPU_SHIM
+  return (x >> 15 & 1) * 0xffffu | (x >> 31) * 0xffff0000u;
+#else
+  u32 y;
+  asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(y) : "r"(x));
+  return y;
+#endif
+}
+
+// The compiler must have x as it is here: it cannot unpack it earlier, where that takes more registers.
+__device__ __forceinline__ void keep_packed(u32& x) {
+#ifndef FRNNT_CPU_SHIM
+  asm("" : "+r"(x));
+#endif
+}
+
 // 2^x and log2(x) by the special function unit: 2 ulp, subnormals flushed to zero.
 __device__ __forceinline__ float exp2_unit(float x) {
 #ifdef FRNNT_CPU_SHIM
@@ -10,16 +28,5 @@ __device__ __forceinline__ float exp2_unit(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-#endif
-}
-
-// 0xFFFF in each half whose sign bit is set.
-__device__ __forceinline__ u32 spread_signs(u32 x) {
-#ifdef FRNNT_CPU_SHIM
-  return (x >> 31) * 0xFFFF0000u | (x >> 15 & 1) * 0xFFFFu;
-#else
-  u32 mask;
-  asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(mask) : "r"(x));
-  return mask;
 #endif
 }

@@ -23,18 +23,21 @@ struct Place {
   int b, t, u, states;  // states == U1_b
 };
 
-// The frame of `row`, by all lanes of a warp together: the last f in [begin, end) with row_start_f[f] <= row.
-__device__ __forceinline__ i64 find_frame(const Rows& rows, i64 row, i64 begin, i64 end) {
+// The last i in [begin, end) with start[i] <= value, by all lanes of a warp together; begin is one.
+__device__ __forceinline__ i64 find_start(const i64* start, i64 value, i64 begin, i64 end) {
   const int lane = threadIdx.x % kWarp;
   while (end - begin > 1) {
     const i64 step = (end - begin + kWarp - 1) / kWarp;
     const i64 probe = begin + lane * step;
-    const u32 below = __ballot_sync(kFullWarp, probe < end && rows.row_start_f[probe] <= row);
+    const u32 below = __ballot_sync(kFullWarp, probe < end && start[probe] <= value);
     const i64 first = begin + (__popc(below) - 1) * step;  // lane 0 always holds
     end = first + step < end ? first + step : end;
     begin = first;
   }
   return begin;
+}
+__device__ __forceinline__ i64 find_frame(const Rows& rows, i64 row, i64 begin, i64 end) {
+  return find_start(rows.row_start_f, row, begin, end);
 }
 
 __device__ __forceinline__ Place place_of(const Rows& rows, i64 frame, i64 row) {

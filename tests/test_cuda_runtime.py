@@ -13,7 +13,7 @@ if reason := backends.unavailable("cuda"):
 
 import cupy
 
-from flash_rnnt_cupy.backends.cuda import stages
+from flash_rnnt_cupy.backends.cuda import specs
 from flash_rnnt_cupy.backends.cuda.driver import CUPY
 
 SLEEP_CYCLES = 200_000_000  # about a tenth of a second
@@ -115,8 +115,8 @@ def test_out_of_memory_is_said_and_survived() -> None:
 
 
 def test_a_failed_launch_names_kernel_sizes_and_device() -> None:
-    record = np.zeros(1, stages.CONVERT_RECORD)
-    kernel = CUPY.kernel(stages.convert_spec("float32", "float32", "float32", False), "convert", record)
+    record = np.zeros(1, specs.CONVERT_RECORD)
+    kernel = CUPY.kernel(specs.convert_spec("float32", "float32", "float32", False), "convert", record)
     with pytest.raises(frc.LaunchError, match=r"convert.*grid \(1,\), block \(5000,\).*cuda:0"):
         kernel((1,), (5000,), 0)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flash_rnnt_cupy.backends.numpy_cpu import dropout
+from flash_rnnt_cupy.problem import Options
 from tests.conftest import BackendUnderTest
 from tests.oracles import finite_differences
 from tests.oracles.checks import assert_close
@@ -96,14 +97,16 @@ def test_the_mask_is_the_plain_one(seed: int, width: int) -> None:
     [(0.0, 0), (1 / 65536, 1), (0.1, 6554), (0.5, 32768), (1e-9, 0), (0.999999, 65535)],
 )
 def test_thresholds(probability: float, expected: int) -> None:
-    assert dropout.threshold(probability) == expected
+    options = Options(dropout=probability)
+    assert options.drop_below == expected
+    assert options.keep_scale == 65536 / (65536 - expected)
 
 
 @pytest.mark.parametrize("probability", [0.01, 0.1, 0.5, 0.9])
 def test_the_drop_rate_is_within_four_sigma(probability: float) -> None:
     n_nodes, width = 2000, 200
     for seed in range(3):
-        kept = dropout.keep_mask(seed, np.arange(n_nodes), width, dropout.threshold(probability))
+        kept = dropout.keep_mask(seed, np.arange(n_nodes), width, Options(dropout=probability).drop_below)
         for counts, n in ((kept.sum(), n_nodes * width), (kept[:, 64:128].sum(), n_nodes * 64)):
             sigma = math.sqrt(n * probability * (1 - probability))
             assert abs(counts - n * (1 - probability)) <= 4 * sigma + n / 65536

@@ -95,7 +95,7 @@ def test_losses_are_those_of_the_paths(backend: BackendUnderTest, activation: st
 def test_a_workspace_budget_changes_nothing(backend: BackendUnderTest, tile_rows: int | str) -> None:
     problem = draw_joint()
     truth = problem.truth()
-    row_bytes = (5 + 7) * 8
+    row_bytes = (5 + 8) * 8 + 1  # with padded logits and active bits
     losses, gradients = backend.joint(problem, tile_rows=tile_rows, workspace_bytes=5 * row_bytes)
     backend.assert_near(losses, truth.losses, "float64")
     backend.assert_gradients(gradients, truth, "float64")

@@ -29,6 +29,8 @@ FACTS = DeviceFacts(
     half_products=True,
     alpha_dtype="float32",
     sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
+    logits_multiple=1,
+    active_bits=False,
     scratch=scratch,
 )
 
@@ -251,6 +253,21 @@ def test_parts_that_depend_on_device_dtype_and_wanted_gradients() -> None:
     double = account_of(problem=joint_problem(dtype="float64", parameter_dtype="float64"))
     assert double["scores"] == ((2, N), "float64", "saved")
     assert not any(name.startswith("sums of") for name in double)
+
+
+@pytest.mark.parametrize("tile_rows", [64, None])
+def test_logits_may_be_padded_and_active_bits_kept(tile_rows: TileRows) -> None:
+    facts = replace(FACTS, logits_multiple=8, active_bits=True)
+    rows, life = (tile_rows, "tile") if tile_rows else (N, "saved")
+    account = account_of(facts=facts, tile_rows=tile_rows)
+    assert account["tile logits"] == ((rows, 104), "float16", life)
+    assert account["tile active"] == ((rows, 8), "uint8", life)
+    for options, has_bits in ((Options("tanh"), False), (Options("tanh", 1e-9), False), (Options("tanh", 0.1), True)):
+        account = account_of(facts=facts, problem=joint_problem(options=options))
+        assert ("tile active" in account) == has_bits
+    row_bytes = (60 + 104) * 2 + 8
+    assert make_plan(joint_problem(), facts, "auto", 10 * row_bytes).tile_rows == 10
+    assert make_plan(joint_problem(), facts, "auto", 10 * row_bytes - 1).tile_rows == 9
 
 
 def test_the_logits_form_has_one_tile_and_no_workspace() -> None:

@@ -41,7 +41,10 @@ class Backend:
 
     allocate(shape, dtype)                         the backend's own memory; callers may inject another's
     begin(plan, inputs, allocate) -> call
-    joint_forward(call, tile, hidden)              hidden[r] = dropout(activation(e[t] + p[u]))
+    joint_forward(call, tile, hidden, active)      hidden[r] = dropout(activation(e[t] + p[u])), where a backend
+                                                   may leave the factor 1 / keep probability to the products;
+                                                   active: a bit a hidden unit for joint_backward, None where the
+                                                   account has no such part
     product(call, hidden, logits, n_rows)          logits = hidden weight^T
     normalize_forward(call, tile, logits, lattice) columns and normalizers of the tile's nodes; adds the bias
     sum_alignments(call, lattice, log_likelihood)  alpha; log_likelihood [B] float64
@@ -53,7 +56,8 @@ class Backend:
                                                    grad_logits may be logits; grad_bias None or added to
     product_weight(call, grad_logits, hidden, n_rows, grad_weight, product)   grad_weight += grad_logits^T hidden
     product_hidden(call, grad_logits, hidden, n_rows)                         hidden = grad_logits weight
-    joint_backward(call, tile, grad_hidden, grad_encoder, grad_predictor)     sums over u and over t, tile by tile
+    joint_backward(call, tile, grad_hidden, active, grad_encoder, grad_predictor)
+                                                   sums over u and over t, tile by tile
     fill_zero(call, buffer)                        before sums
     finish(call, name, sums, gradient)             sums to the gradient's dtype; both may be one buffer
     """
@@ -63,7 +67,7 @@ class Backend:
     supports: Callable[[Problem], tuple[str, ...]]  # reasons against; empty: it can
     allocate: Allocate
     begin: Callable[[Plan, Inputs, Allocate], Call]
-    joint_forward: Callable[[Call, Tile, Buffer], None]
+    joint_forward: Callable[[Call, Tile, Buffer, Buffer | None], None]
     product: Callable[[Call, Buffer, Buffer, int], None]
     normalize_forward: Callable[[Call, Tile, Buffer, Lattice], None]
     sum_alignments: Callable[[Call, Lattice, Buffer], None]
@@ -74,7 +78,7 @@ class Backend:
     normalize_backward: Callable[[Call, Tile, Buffer, Lattice, Buffer, Buffer | None], None]
     product_weight: Callable[[Call, Buffer, Buffer, int, Buffer, Buffer | None], None]
     product_hidden: Callable[[Call, Buffer, Buffer, int], None]
-    joint_backward: Callable[[Call, Tile, Buffer, Buffer | None, Buffer | None], None]
+    joint_backward: Callable[[Call, Tile, Buffer, Buffer | None, Buffer | None, Buffer | None], None]
     fill_zero: Callable[[Call, Buffer], None]
     finish: Callable[[Call, str, Buffer, Buffer], None]
 

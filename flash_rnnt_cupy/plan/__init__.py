@@ -113,7 +113,7 @@ def _tile_rows(
     """Rows a tile; the logits form works in place on the caller's scores, in one tile."""
     if problem.form is not Form.JOINT:
         return max(n_rows, 1)
-    row_bytes = (problem.joint_width + problem.vocabulary) * ITEMSIZE[facts.workspace_dtype(problem.dtype)]
+    row_bytes = sum(columns * ITEMSIZE[dtype] for columns, dtype in _tile_buffers(problem, facts).values())
     fitting = n_rows if workspace_bytes is None else workspace_bytes // row_bytes
     if tile_rows == "auto":
         hoped = facts.tile_bytes // row_bytes
@@ -132,6 +132,18 @@ def _tile_rows(
             remedy="give more bytes or a smaller tile_rows",
         )
     return rows
+
+
+def _tile_buffers(problem: Problem, facts: DeviceFacts) -> dict[str, tuple[int, str]]:
+    """Columns and dtype of each buffer that has the rows of a tile."""
+    work = facts.workspace_dtype(problem.dtype)
+    buffers = {
+        "hidden": (problem.joint_width, work),
+        "logits": (-(-problem.vocabulary // facts.logits_multiple) * facts.logits_multiple, work),
+    }
+    if facts.active_bits and (problem.options.activation == "relu" or problem.options.drop_below > 0):
+        buffers["active"] = (-(-problem.joint_width // 8), "uint8")
+    return buffers
 
 
 def _parts(
@@ -163,8 +175,8 @@ def _parts(
         parts.append(Part("bias as added", (vocabulary,), lattice_dtype, Life.SAVED))
     if joint:
         life = Life.SAVED if untiled else Life.BACKWARD if fused else Life.TILE
-        parts.append(Part("tile hidden", (n_tile, width), work, life))
-        parts.append(Part("tile logits", (n_tile, vocabulary), work, life))
+        for name, (columns, dtype) in _tile_buffers(problem, facts).items():
+            parts.append(Part(f"tile {name}", (n_tile, columns), dtype, life))
     parts += facts.scratch(problem, packing, gradients)
     for name, shape in problem.shapes.items():
         if name not in gradients:

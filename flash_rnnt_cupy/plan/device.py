@@ -14,15 +14,17 @@ from flash_rnnt_cupy.problem import Problem
 class DeviceFacts:
     """Facts of one device and of the backend that drives it.
 
-    name           for people
-    tile_bytes     hidden states and logits of a tile that "auto" aims at: what the caches hold
-    half_products  float16 and bfloat16 are multiplied as they are; otherwise in float32
-    alpha_dtype    in which the forward variable is kept
-    sums_apart     gradients that are summed in a buffer of their own, if their dtype is not the accumulator's
-    scratch        parts of the backend's own, beside those that every backend has
-    against_fused  reasons why it cannot score a problem's rows, or differentiate their scores, in one kernel; empty:
-                   it can, and then keeps no tile in forward
-    row_multiple   rows that keep the whole device busy then; "auto" takes multiples of it
+    name             for people
+    tile_bytes       buffers of a tile that "auto" aims at: what the caches hold
+    half_products    float16 and bfloat16 are multiplied as they are; otherwise in float32
+    alpha_dtype      in which the forward variable is kept
+    sums_apart       gradients that are summed in a buffer of their own, if their dtype is not the accumulator's
+    logits_multiple  columns of a tile's logits are padded to a multiple of it
+    active_bits      `joint_forward` tells `joint_backward` which hidden units count, in a bit each
+    scratch          parts of the backend's own, beside those that every backend has
+    against_fused    reasons why it cannot score a problem's rows, and differentiate their scores, in one kernel each;
+                     empty: it can, and then keeps no tile in forward
+    row_multiple     rows that keep the whole device busy then; "auto" takes multiples of it
     """
 
     name: str
@@ -30,6 +32,8 @@ class DeviceFacts:
     half_products: bool
     alpha_dtype: str
     sums_apart: frozenset[str]
+    logits_multiple: int
+    active_bits: bool
     scratch: Callable[[Problem, Packing, frozenset[str]], tuple[Part, ...]]
     against_fused: Callable[[Problem], tuple[str, ...]]
     row_multiple: int

@@ -34,9 +34,12 @@ def device_array(array: Array) -> DeviceArray:
 
 
 def host_view(array: DeviceArray) -> Array:
-    """Contiguous memory, as NumPy takes it."""
-    memory = (ctypes.c_char * array.nbytes).from_address(array.pointer)
-    return np.ndarray(array.shape, dtype_of(array.dtype), memory)
+    """The memory, as NumPy takes it."""
+    dtype = dtype_of(array.dtype)
+    strides = tuple(step * dtype.itemsize for step in array.strides)
+    n_bytes = dtype.itemsize + sum((size - 1) * step for size, step in zip(array.shape, strides, strict=True))
+    memory = (ctypes.c_char * (n_bytes if array.nbytes else 0)).from_address(array.pointer)
+    return np.ndarray(array.shape, dtype, memory, strides=strides)
 
 
 def make_driver(reverse: bool) -> Driver:
@@ -53,12 +56,14 @@ def make_driver(reverse: bool) -> Driver:
     return Driver(kernel, _gemm, _upload, _download, _zero)
 
 
-def _gemm(a: DeviceArray, b: DeviceArray, c: DeviceArray, transpose_a: bool, transpose_b: bool, add: bool) -> None:
+def _gemm(
+    a: DeviceArray, b: DeviceArray, c: DeviceArray, transpose_a: bool, transpose_b: bool, add: bool, alpha: float
+) -> None:
     wide = "float64" if a.dtype == "float64" else "float32"
     left, right = (host_view(x).astype(wide) for x in (a, b))
     target = host_view(c)
     with np.errstate(all="ignore"):
-        product = np.matmul(left.T if transpose_a else left, right.T if transpose_b else right)
+        product = alpha * np.matmul(left.T if transpose_a else left, right.T if transpose_b else right)
         target[...] = target + product if add else product
 
 
@@ -82,11 +87,11 @@ def _allocate(shape: tuple[int, ...], dtype: str) -> DeviceArray:
 
 
 def _lowered(value: Any) -> Any:
-    """Arrays become device arrays, also those of a record; integers stay on the host.
+    """Arrays become device arrays, also those of a record; integers but bytes stay on the host.
 
     As for a GPU, an array whose last axis is not contiguous is copied.
     """
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "iu":
+    if isinstance(value, np.ndarray) and value.dtype.kind != "i":
         return device_array(value if value.strides[-1:] == (value.itemsize,) else np.ascontiguousarray(value))
     if isinstance(value, (Lattice, Inputs)):
         return replace(value, **{field.name: _lowered(getattr(value, field.name)) for field in fields(value)})

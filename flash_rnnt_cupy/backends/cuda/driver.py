@@ -35,13 +35,13 @@ class Driver:
 
     kernel(spec, entry, record) -> kernel             compiled, loaded, and tied to its parameter record, whose
                                                       fields may change between launches
-    gemm(a, b, c, transpose_a, transpose_b, add)      c = op(a) op(b), row-major; + c if ``add``
+    gemm(a, b, c, transpose_a, transpose_b, add, alpha)   c = alpha op(a) op(b), row-major; + c if ``add``
     upload(host, device); download(device) -> host    copies; download waits for the stream
     zero(device)                                      fills with zero bytes
     """
 
     kernel: Callable[[ModuleSpec, str, Record], Kernel]
-    gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool], None]
+    gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool, float], None]
     upload: Callable[[npt.NDArray[Any], DeviceArray], None]
     download: Callable[[DeviceArray], npt.NDArray[Any]]
     zero: Callable[[DeviceArray], None]
@@ -72,17 +72,19 @@ def _kernel(spec: ModuleSpec, entry: str, record: Record) -> Kernel:
 
 
 @functools.cache
-def _scalars(dtype: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """One and zero, where cuBLAS reads them."""
-    return np.ones((), dtype), np.zeros((), dtype)
+def _scalar(value: float, dtype: str) -> npt.NDArray[Any]:
+    """The number where cuBLAS reads it."""
+    return np.array(value, dtype)
 
 
-def _gemm(a: DeviceArray, b: DeviceArray, c: DeviceArray, transpose_a: bool, transpose_b: bool, add: bool) -> None:
+def _gemm(
+    a: DeviceArray, b: DeviceArray, c: DeviceArray, transpose_a: bool, transpose_b: bool, add: bool, alpha: float
+) -> None:
     """CuBLAS is column-major: it sees the transposes of our arrays, and computes c^T = op(b)^T op(a)^T."""
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     wide = a.dtype == "float64"
-    one, zero = _scalars("float64" if wide else "float32")
+    dtype = "float64" if wide else "float32"
     cupy.cuda.cublas.gemmEx(
         cupy.cuda.Device().cublas_handle,
         int(transpose_b),  # CUBLAS_OP_N is 0, CUBLAS_OP_T 1
@@ -90,17 +92,17 @@ def _gemm(a: DeviceArray, b: DeviceArray, c: DeviceArray, transpose_a: bool, tra
         c.shape[1],
         c.shape[0],
         a.shape[0] if transpose_a else a.shape[1],
-        one.ctypes.data,
+        _scalar(alpha, dtype).ctypes.data,
         b.pointer,
         CUDA_TYPES[b.dtype],
-        b.shape[1],
+        b.pitch,
         a.pointer,
         CUDA_TYPES[a.dtype],
-        a.shape[1],
-        (one if add else zero).ctypes.data,
+        a.pitch,
+        _scalar(float(add), dtype).ctypes.data,
         c.pointer,
         CUDA_TYPES[c.dtype],
-        c.shape[1],
+        c.pitch,
         COMPUTE_64F if wide else COMPUTE_32F,
         -1,  # the default algorithm
     )

@@ -58,6 +58,8 @@ def device_facts(name: str, l2_bytes: int, shared_bytes: int, multiprocessors: i
         half_products=True,
         alpha_dtype="float64",
         sums_apart=frozenset({"weight", "bias"}),
+        logits_multiple=8,  # rows of 16 bytes each, for tensor cores and wide loads
+        active_bits=True,
         scratch=functools.partial(_scratch, shared_bytes, multiprocessors),
     )
 

@@ -31,9 +31,18 @@ class DeviceArray:
         """Bytes of a contiguous array of this shape."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
+    @property
+    def pitch(self) -> int:
+        """Elements from a row of a two-dimensional array to the next; a single row may come with any stride."""
+        return max(self.strides[0], self.shape[1])
+
     def rows(self, n_rows: int) -> DeviceArray:
-        """The first rows of a contiguous two-dimensional array."""
+        """The first rows of a two-dimensional array."""
         return DeviceArray(self.pointer, (n_rows, *self.shape[1:]), self.dtype, self.strides, self.owner)
+
+    def columns(self, n_columns: int) -> DeviceArray:
+        """The first columns of an array."""
+        return DeviceArray(self.pointer, (*self.shape[:-1], n_columns), self.dtype, self.strides, self.owner)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,14 +1,12 @@
 """The stages on a CUDA device: fill a parameter record, launch.
 
-Every stage has the signature that `flash_rnnt_cupy.backends` gives it. Records have the fields of the structs
-of the same name in `kernels_cu/`; their layout is checked when a kernel is compiled.
+Every stage has the signature that `flash_rnnt_cupy.backends` gives it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,281 +19,32 @@ from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
 from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Record
 from flash_rnnt_cupy.backends.cuda.facts import BLOCKS_PER_MULTIPROCESSOR, ring_shape
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
+from flash_rnnt_cupy.backends.cuda.specs import (
+    CONVERT_RECORD,
+    SELECT_RECORD,
+    UPSTREAM_RECORD,
+    convert_spec,
+    is_resident,
+    joint_record,
+    joint_spec,
+    normalize_record,
+    normalize_spec,
+    recursion_record,
+    recursion_spec,
+    row_threads,
+    select_spec,
+)
 from flash_rnnt_cupy.plan import Plan, Rows, Tile, accumulator_dtype
-from flash_rnnt_cupy.problem import ACTIVATIONS, ITEMSIZE, Form, Inputs, Problem
-from flash_rnnt_cupy.topology import RNNT, Logit, Topology
+from flash_rnnt_cupy.problem import ITEMSIZE, Form, Inputs, Problem
 
-DRAWS = 1 << 16
 THREADS = 256
 JOINT_ROWS = 32  # rows of a block of joint_forward: 8 warps of kRowsPerWarp
-SUM_COLUMNS = 256  # columns of a block of sums: 32 lanes x 8
+SLICE_COLUMNS = 128  # of a warp of joint_backward and a block of predictor_gradient
+SUM_COLUMNS = 256  # columns of a block of bias sums: 32 lanes x 8
 WARPS = THREADS // 32
 MAX_STATE_THREADS = 1024
 MAX_GRID_Y = 65_535
 FORWARD_BLOCKS_PER_MULTIPROCESSOR = 8
-MAX_RESIDENT_STEPS = 8  # normalize.cu: kResident
-
-Constants = tuple[tuple[str, str | int], ...]
-
-
-def _record(acc: str, *fields: tuple[str, Any]) -> np.dtype[Any]:
-    """A parameter record: "pointer", "acc" (the accumulator dtype) and NumPy types, laid out as C++ does."""
-    kinds = {"pointer": np.uint64, "acc": np.dtype(acc)}
-    plain = [(name, kinds[kind] if isinstance(kind, str) else kind) for name, kind in fields]
-    return np.dtype(plain, align=True)
-
-
-@functools.cache
-def joint_record(acc: str) -> np.dtype[Any]:
-    """JointParams of joint.cu."""
-    return _record(
-        acc,
-        ("rows", tables.ROWS),
-        ("tile", tables.TILE),
-        ("encoder", "pointer"),
-        ("predictor", "pointer"),
-        ("encoder_offset_b", "pointer"),
-        ("predictor_offset_b", "pointer"),
-        ("encoder_step", np.int64),
-        ("predictor_step", np.int64),
-        ("hidden", "pointer"),
-        ("grad_encoder", "pointer"),
-        ("grad_predictor", "pointer"),
-        ("encoder_grad_row_b", "pointer"),
-        ("predictor_grad_row_b", "pointer"),
-        ("encoder_carry", "pointer"),
-        ("predictor_carry", "pointer"),
-        ("grad_scale", "pointer"),
-        ("tile_rows", np.int64),
-        ("predictor_carry_size", np.int64),
-        ("seed", np.uint64),
-        ("scale", "acc"),
-        ("threshold", np.uint32),
-    )
-
-
-@functools.cache
-def normalize_record(acc: str) -> np.dtype[Any]:
-    """NormalizeParams of normalize.cu."""
-    return _record(
-        acc,
-        ("rows", tables.ROWS),
-        ("tile", tables.TILE),
-        ("logits", "pointer"),
-        ("grad_logits", "pointer"),
-        ("logits_offset_b", "pointer"),
-        ("logits_step_t", np.int64),
-        ("logits_step_u", np.int64),
-        ("grad_offset_b", "pointer"),
-        ("grad_step_t", np.int64),
-        ("grad_step_u", np.int64),
-        ("bias", "pointer"),
-        ("labels", "pointer"),
-        ("label_start_b", "pointer"),
-        ("column_cn", "pointer"),
-        ("normalizer_gn", "pointer"),
-        ("upstream_b", "pointer"),
-        ("bias_partials", "pointer"),
-        ("bias_sums", "pointer"),
-        ("n_nodes", np.int64),
-        ("clamp", "acc"),
-        ("blank", np.int32),
-        ("batch", np.int32),
-        ("bias_chunks", np.int32),
-        ("padded_frames", np.int32),
-        ("padded_states", np.int32),
-    )
-
-
-@functools.cache
-def recursion_record(acc: str) -> np.dtype[Any]:
-    """RecursionParams of recursion.cu."""
-    return _record(
-        acc,
-        ("node_start_b", "pointer"),
-        ("frame_start_b", "pointer"),
-        ("state_start_b", "pointer"),
-        ("column_cn", "pointer"),
-        ("alpha_n", "pointer"),
-        ("log_likelihood_b", "pointer"),
-        ("losses_b", "pointer"),
-        ("ring", "pointer"),
-        ("n_nodes", np.int64),
-        ("emit_weight", np.float64),
-        ("max_states", np.int32),
-        ("batch", np.int32),
-        ("zero_infinity", np.int32),
-    )
-
-
-SELECT_RECORD = _record(
-    "float64",
-    ("node_start_b", "pointer"),
-    ("frame_start_b", "pointer"),
-    ("state_start_b", "pointer"),
-    ("utterance_f", "pointer"),
-    ("column_cn", "pointer"),
-    ("lo_f", "pointer"),
-    ("hi_f", "pointer"),
-    ("dropped_f", "pointer"),
-    ("n_nodes", np.int64),
-    ("n_frames", np.int64),
-    ("min_occupancy", np.float64),
-)
-CONVERT_RECORD = _record("float64", ("from", "pointer"), ("to", "pointer"), ("scale", "pointer"), ("n", np.int64))
-UPSTREAM_RECORD = _record(
-    "float64",
-    ("grad_losses_b", "pointer"),
-    ("unit_b", "pointer"),
-    ("scale", "pointer"),
-    ("batch", np.int32),
-    ("split", np.int32),
-)
-
-
-# ---- specialisations ---------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def joint_spec(state: str, work: str, acc: str, width: int, activation: str, dropout: bool, wide: bool) -> ModuleSpec:
-    """joint.cu for these dtypes and this joint network."""
-    constants: Constants = (
-        ("STATE", state),
-        ("WORK", work),
-        ("ACCUMULATOR", acc),
-        ("WIDTH", width),
-        ("ACTIVATION", activation),
-        ("DROPOUT", int(dropout)),
-        ("WIDE", int(wide)),
-    )
-    return ModuleSpec("joint.cu", constants, (("JointParams", joint_record(acc)),))
-
-
-@functools.cache
-def normalize_spec(
-    topology: Topology,
-    logit: str,
-    acc: str,
-    vocabulary: int,
-    *,
-    has_bias: bool,
-    grid: bool,
-    log_probs: bool,
-    clamped: bool,
-    wide: bool,
-) -> ModuleSpec:
-    """normalize.cu for these scores."""
-    constants: Constants = (
-        *_table_constants(topology),
-        ("LOGIT", logit),
-        ("ACCUMULATOR", acc),
-        ("VOCABULARY", vocabulary),
-        ("ROW_THREADS", _row_threads(vocabulary)),
-        ("GRID", int(grid)),
-        ("HAS_BIAS", int(has_bias)),
-        ("LOG_PROBS", int(log_probs)),
-        ("CLAMPED", int(clamped)),
-        ("WIDE", int(wide)),
-    )
-    return ModuleSpec("normalize.cu", constants, (("NormalizeParams", normalize_record(acc)),))
-
-
-@functools.cache
-def recursion_spec(topology: Topology, acc: str) -> ModuleSpec:
-    """recursion.cu for this loss."""
-    constants: Constants = (*_table_constants(topology), ("ACCUMULATOR", acc))
-    return ModuleSpec("recursion.cu", constants, (("RecursionParams", recursion_record(acc)),))
-
-
-@functools.cache
-def select_spec(topology: Topology, acc: str) -> ModuleSpec:
-    """select.cu for this loss."""
-    constants: Constants = (
-        ("OCCUPANCY_COLUMNS", f"{_bits(topology.occupancy_columns or ())}u"),
-        ("ACCUMULATOR", acc),
-    )
-    return ModuleSpec("select.cu", constants, (("SelectParams", SELECT_RECORD),))
-
-
-@functools.cache
-def convert_spec(source: str, target: str, acc: str, scaled: bool) -> ModuleSpec:
-    """convert.cu between these dtypes."""
-    constants: Constants = (("FROM", source), ("TO", target), ("ACCUMULATOR", acc), ("SCALED", int(scaled)))
-    records = (("ConvertParams", CONVERT_RECORD), ("UpstreamParams", UPSTREAM_RECORD))
-    return ModuleSpec("convert.cu", constants, records)
-
-
-def all_specs() -> Iterator[ModuleSpec]:
-    """Every source in each of its dtypes, and every option of each source once."""
-    for state in ("float16", "bfloat16", "float32", "float64"):
-        acc = accumulator_dtype(state)
-        for wide in (False, True):
-            yield joint_spec(state, state, acc, 640, "relu", True, wide)
-            for vocabulary in (1_000, 5_000, 50_000):
-                yield normalize_spec(
-                    RNNT,
-                    state,
-                    acc,
-                    vocabulary,
-                    has_bias=True,
-                    grid=False,
-                    log_probs=False,
-                    clamped=False,
-                    wide=wide,
-                )
-            for log_probs in (False, True):
-                yield normalize_spec(
-                    RNNT, state, acc, 500, has_bias=False, grid=True, log_probs=log_probs, clamped=True, wide=wide
-                )
-        yield convert_spec(acc, state, acc, True)
-    for activation in ACTIVATIONS:
-        for acc in ("float32", "float64"):
-            yield joint_spec(acc, acc, acc, 512, activation, False, True)
-    for acc in ("float32", "float64"):
-        yield recursion_spec(RNNT, acc)
-        yield select_spec(RNNT, acc)
-
-
-def _row_threads(vocabulary: int) -> int:
-    """Threads that share a row of V scores: a warp, or a block."""
-    return 32 if vocabulary <= 2048 else 256 if vocabulary <= 16384 else 1024
-
-
-def _row_steps(vocabulary: int) -> int:
-    """Vectors of a row that a thread of normalize.cu has; rows of a block of 1024 threads are never resident."""
-    threads = _row_threads(vocabulary)
-    return MAX_RESIDENT_STEPS + 1 if threads > THREADS else -(-vocabulary // (threads * 8))
-
-
-def _bits(members: tuple[int, ...]) -> int:
-    return sum(1 << member for member in members)
-
-
-@functools.cache
-def _table_constants(topology: Topology) -> Constants:
-    """The loss as constants of table.cuh."""
-
-    def braces(values: Iterator[Any]) -> str:
-        return "{" + ", ".join(map(str, values)) + "}"
-
-    numbers = {Logit.BLANK: "kBlank", Logit.LABEL: "kLabel"}
-    groups, columns, arcs = topology.groups, topology.columns, topology.arcs
-    return (
-        ("GROUP_STARTS", braces(group.start for group in groups)),
-        ("GROUP_STOPS", braces(-1 if group.stop is None else group.stop for group in groups)),
-        (
-            "COLUMN_LOGITS",
-            braces(numbers[c.logit] if isinstance(c.logit, Logit) else c.logit for c in columns),
-        ),
-        ("COLUMN_GROUPS", braces(column.group for column in columns)),
-        ("ARC_DT", braces(arc.dt for arc in arcs)),
-        ("ARC_DU", braces(arc.du for arc in arcs)),
-        ("ARC_COLUMNS", braces(f"{_bits(arc.columns)}u" for arc in arcs)),
-        ("ARC_CONSTANTS", braces(float(arc.constant) for arc in arcs)),
-        ("ARC_MAY_END", braces(str(arc.may_end).lower() for arc in arcs)),
-        ("ARC_REACH", topology.reach),
-    )
-
 
 # ---- a call ------------------------------------------------------------------------------------------------------
 
@@ -441,23 +190,24 @@ def _joint_launch(
     call: CudaCall,
     entry: str,
     hidden: DeviceArray,
+    active: DeviceArray | None,
     grad_encoder: DeviceArray | None = None,
     grad_predictor: DeviceArray | None = None,
 ) -> Launch:
     """A kernel of joint.cu over this call's rows."""
-    key = (entry, hidden.pointer, _pointer(grad_encoder), _pointer(grad_predictor))
+    key = (entry, hidden.pointer, _pointer(active), _pointer(grad_encoder), _pointer(grad_predictor))
     if key in call.launches:
         return call.launches[key]
     problem, inputs = call.problem, call.inputs
-    drop_below = min(round(problem.options.dropout * DRAWS), DRAWS - 1)
+    rows = inputs.encoder, inputs.predictor, hidden, grad_encoder, grad_predictor
     spec = joint_spec(
         problem.dtype,
         hidden.dtype,
         call.acc,
         problem.joint_width,
         problem.options.activation,
-        drop_below > 0,
-        all(is_aligned(array) for array in (inputs.encoder, inputs.predictor, hidden)),
+        problem.options.drop_below > 0,
+        all(is_aligned(array) for array in rows if array is not None),
     )
     record = np.zeros(1, joint_record(call.acc))
     _fill(
@@ -471,6 +221,7 @@ def _joint_launch(
             "encoder_step": inputs.encoder.strides[-2],
             "predictor_step": inputs.predictor.strides[-2],
             "hidden": hidden.pointer,
+            "active": _pointer(active),
             "grad_encoder": _pointer(grad_encoder),
             "grad_predictor": _pointer(grad_predictor),
             "encoder_grad_row_b": call.table["encoder_grad_row_b"],
@@ -481,41 +232,45 @@ def _joint_launch(
             "tile_rows": call.plan.tile_rows,
             "predictor_carry_size": ring_shape(problem, call.rows.packing)[2] * problem.joint_width,
             "seed": problem.options.seed,
-            "scale": DRAWS / (DRAWS - drop_below),
-            "threshold": drop_below,
+            "threshold": problem.options.drop_below,
         },
     )
     call.launches[key] = Launch(call.driver, spec, entry, record)
     return call.launches[key]
 
 
-def joint_forward(call: CudaCall, tile: Tile, hidden: DeviceArray) -> None:
-    """Hidden [R, H]: the rows of the tile."""
-    _joint_launch(call, "joint_forward", hidden)(tile, (-(-tile.n_rows // JOINT_ROWS),), (THREADS,))
+def joint_forward(call: CudaCall, tile: Tile, hidden: DeviceArray, active: DeviceArray | None) -> None:
+    """Hidden [R, H] of the tile's rows, not yet divided by the keep probability; and their active bits."""
+    _joint_launch(call, "joint_forward", hidden, active)(tile, (-(-tile.n_rows // JOINT_ROWS),), (THREADS,))
 
 
 def joint_backward(
     call: CudaCall,
     tile: Tile,
     grad_hidden: DeviceArray,
+    active: DeviceArray | None,
     grad_encoder: DeviceArray | None,
     grad_predictor: DeviceArray | None,
 ) -> None:
-    """Writes the gradients that the tile completes, the rest goes to the next; uses up grad_hidden."""
-    frames = tile.frame_end - tile.frame_begin
-    _joint_launch(call, "joint_backward", grad_hidden, grad_encoder=grad_encoder)(tile, (frames,), (THREADS,))
+    """Writes the gradients that the tile completes, the rest goes to the next."""
+    slices = -(-call.problem.joint_width // SLICE_COLUMNS)
+    if grad_encoder is not None:
+        warps = (tile.frame_end - tile.frame_begin) * slices
+        launch = _joint_launch(call, "encoder_gradient", grad_hidden, active, grad_encoder=grad_encoder)
+        launch(tile, (-(-warps // WARPS),), (THREADS,))
     if grad_predictor is not None:
         packing = call.rows.packing
         first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
         n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
-        grid = (n_states, -(-call.problem.joint_width // SUM_COLUMNS))
-        _joint_launch(call, "predictor_gradient", grad_hidden, grad_predictor=grad_predictor)(tile, grid, (32, WARPS))
+        launch = _joint_launch(call, "predictor_gradient", grad_hidden, active, grad_predictor=grad_predictor)
+        launch(tile, (n_states, slices), (SLICE_COLUMNS,))
 
 
 def product(call: CudaCall, hidden: DeviceArray, logits: DeviceArray, n_rows: int) -> None:
-    """Logits [R, V] = hidden [R, H] weight^T, for the first n_rows rows."""
+    """Logits [R, V] = hidden [R, H] weight^T / keep probability, for the first n_rows rows."""
     assert call.weight is not None
-    call.driver.gemm(hidden.rows(n_rows), call.weight, logits.rows(n_rows), False, True, False)
+    scores = logits.rows(n_rows).columns(call.problem.vocabulary)
+    call.driver.gemm(hidden.rows(n_rows), call.weight, scores, False, True, False, call.problem.options.keep_scale)
 
 
 def product_weight(
@@ -526,15 +281,17 @@ def product_weight(
     grad_weight: DeviceArray,
     scratch: DeviceArray | None,
 ) -> None:
-    """grad_weight [V, H] += grad_logits^T hidden."""
+    """grad_weight [V, H] += grad_logits^T hidden / keep probability."""
     del scratch
-    call.driver.gemm(grad_logits.rows(n_rows), hidden.rows(n_rows), grad_weight, True, False, True)
+    grads, keep_scale = grad_logits.rows(n_rows).columns(call.problem.vocabulary), call.problem.options.keep_scale
+    call.driver.gemm(grads, hidden.rows(n_rows), grad_weight, True, False, True, keep_scale)
 
 
 def product_hidden(call: CudaCall, grad_logits: DeviceArray, hidden: DeviceArray, n_rows: int) -> None:
-    """Hidden [R, H] = grad_logits [R, V] weight: the hidden states give way to their gradient."""
+    """Hidden [R, H] = grad_logits [R, V] weight / keep probability: the hidden states give way to their gradient."""
     assert call.weight is not None
-    call.driver.gemm(grad_logits.rows(n_rows), call.weight, hidden.rows(n_rows), False, False, False)
+    grads, keep_scale = grad_logits.rows(n_rows).columns(call.problem.vocabulary), call.problem.options.keep_scale
+    call.driver.gemm(grads, call.weight, hidden.rows(n_rows), False, False, False, keep_scale)
 
 
 # ---- scores and lattice --------------------------------------------------------------------------------------------
@@ -554,7 +311,6 @@ def _normalize_launch(
         return call.launches[key]
     problem, options = call.problem, call.problem.options
     grid = len(logits.shape) == 4
-    arrays = [logits, grad_logits, *([call.bias] if call.bias is not None else [])]
     spec = normalize_spec(
         problem.topology,
         logits.dtype,
@@ -564,7 +320,7 @@ def _normalize_launch(
         grid=grid,
         log_probs=problem.form is Form.LOG_PROBS,
         clamped=options.clamp is not None,
-        wide=all(is_aligned(array) for array in arrays),
+        wide=is_aligned(logits) and is_aligned(grad_logits) and _pointer(call.bias) % 16 == 0,
     )
     record = np.zeros(1, normalize_record(call.acc))
     _fill(
@@ -609,7 +365,7 @@ def _normalize_launch(
 
 def _row_grid(call: CudaCall, tile: Tile, blocks_per_multiprocessor: int) -> tuple[Grid, Grid]:
     """Blocks and threads of a kernel that gives runs of rows to its warps, or to its blocks."""
-    threads = _row_threads(call.problem.vocabulary)
+    threads = row_threads(call.problem.vocabulary)
     blocks = -(-tile.n_rows // WARPS) if threads == 32 else tile.n_rows
     return (min(blocks, blocks_per_multiprocessor * call.multiprocessors),), (max(threads, THREADS),)
 
@@ -640,7 +396,7 @@ def normalize_backward(
     grid_of_rows = _row_grid(call, tile, BLOCKS_PER_MULTIPROCESSOR)
     _normalize_launch(call, "normalize_backward", *arrays)(tile, *grid_of_rows)
     if grad_bias is not None:
-        if _row_steps(problem.vocabulary) > MAX_RESIDENT_STEPS:
+        if not is_resident(problem.vocabulary):
             chunks = BLOCKS_PER_MULTIPROCESSOR * call.multiprocessors
             grid: Grid = (-(-problem.vocabulary // SUM_COLUMNS), chunks)
             _normalize_launch(call, "bias_partials", *arrays)(tile, grid, (32, WARPS))

@@ -38,6 +38,8 @@ FACTS = DeviceFacts(
     half_products=False,
     alpha_dtype="float64",
     sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
+    logits_multiple=1,
+    active_bits=False,
     scratch=_scratch,
 )
 

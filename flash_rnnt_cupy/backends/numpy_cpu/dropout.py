@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 64  # columns per step of the generator
-DRAWS = 1 << 16
 
 _MASK = np.uint64(0xFFFFFFFF)
 _WORD = np.uint64(32)
@@ -24,11 +23,6 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _SCRAMBLE = np.uint32(0x9E3779B1)
 
 Words = npt.NDArray[np.uint32]
-
-
-def threshold(probability: float) -> int:
-    """Draws below it drop: the probability in steps of 1 / 65536, 1 at most less one step."""
-    return min(round(probability * DRAWS), DRAWS - 1)
 
 
 def keep_mask(seed: int, node_n: npt.NDArray[np.int64], width: int, drop_below: int) -> npt.NDArray[np.bool_]:

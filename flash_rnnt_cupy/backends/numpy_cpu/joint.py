@@ -10,12 +10,13 @@ import numpy as np
 
 from flash_rnnt_cupy.backends.numpy_cpu.activations import TABLE
 from flash_rnnt_cupy.backends.numpy_cpu.call import Array, NumpyCall
-from flash_rnnt_cupy.backends.numpy_cpu.dropout import BLOCK, DRAWS, keep_mask, threshold
+from flash_rnnt_cupy.backends.numpy_cpu.dropout import BLOCK, keep_mask
 from flash_rnnt_cupy.plan import Rectangle, Tile
 
 
-def joint_forward(call: NumpyCall, tile: Tile, hidden: Array) -> None:
-    """hidden [R, H]: the rows of the tile."""
+def joint_forward(call: NumpyCall, tile: Tile, hidden: Array, active: None) -> None:
+    """hidden [R, H]: the rows of the tile; there are no active bits."""
+    del active
     activation = TABLE[call.problem.options.activation]
     for rectangle in call.rectangles(tile, max(hidden.shape[1], BLOCK), hidden.itemsize):
         out = call.rows_view(hidden, tile, rectangle)
@@ -25,9 +26,15 @@ def joint_forward(call: NumpyCall, tile: Tile, hidden: Array) -> None:
 
 
 def joint_backward(
-    call: NumpyCall, tile: Tile, grad_hidden: Array, grad_encoder: Array | None, grad_predictor: Array | None
+    call: NumpyCall,
+    tile: Tile,
+    grad_hidden: Array,
+    active: None,
+    grad_encoder: Array | None,
+    grad_predictor: Array | None,
 ) -> None:
     """Adds the tile's part to grad_encoder and grad_predictor (shaped like the inputs); uses up grad_hidden."""
+    del active
     activation = TABLE[call.problem.options.activation]
     for rectangle in call.rectangles(tile, max(grad_hidden.shape[1], BLOCK), grad_hidden.itemsize):
         grad = call.rows_view(grad_hidden, tile, rectangle)
@@ -54,9 +61,8 @@ def _pre_activation(call: NumpyCall, rectangle: Rectangle, out: Array) -> None:
 def _drop(call: NumpyCall, rectangle: Rectangle, rows: Array) -> None:
     """Multiplies by the dropout mask over the keep probability."""
     options = call.problem.options
-    drop_below = threshold(options.dropout)
-    if drop_below == 0:
+    if options.drop_below == 0:
         return
-    mask = keep_mask(options.seed, call.nodes(rectangle), rows.shape[-1], drop_below)
+    mask = keep_mask(options.seed, call.nodes(rectangle), rows.shape[-1], options.drop_below)
     rows *= mask.reshape(rows.shape)
-    rows *= rows.dtype.type(DRAWS / (DRAWS - drop_below))
+    rows *= rows.dtype.type(options.keep_scale)
