@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_rnnt_cupy.adapters.torch_call import STASH_PARTS, Call, Settings, prepare
+from flash_rnnt_cupy.adapters.torch_call import LATTICE_PARTS, Call, Settings, prepare
 
 
 def transducer_loss(
@@ -49,7 +49,7 @@ class TransducerLoss(torch.autograd.Function):
     def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         """(losses, *stash)."""
         losses, stash = call.forward(tensors)
-        return (losses, *stash)
+        return (losses, *stash.values())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -67,8 +67,10 @@ class TransducerLoss(torch.autograd.Function):
         if grad_losses is None:
             return (None,) * (1 + len(wanted))
         spent, ctx.spent = ctx.spent, True
-        gradients = _apply(TransducerGradients, ctx.call, wanted, spent, grad_losses, *ctx.saved_tensors)
-        return (None, *_spread(gradients, wanted))
+        arguments = (ctx.call, wanted, spent, grad_losses, *ctx.saved_tensors)
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, *_spread(_apply(TransducerGradients, *arguments), wanted))
+        return (None, *_spread(TransducerGradients.forward(*arguments), wanted))
 
 
 class TransducerGradients(torch.autograd.Function):
@@ -79,7 +81,7 @@ class TransducerGradients(torch.autograd.Function):
         call: Call, wanted: tuple[bool, ...], spent: bool, grad_losses: Tensor, *saved: Tensor
     ) -> tuple[Tensor, ...]:
         """Gradients of the wanted tensors."""
-        tensors, stash = saved[: len(wanted)], saved[len(wanted) :]
+        tensors, stash = saved[: len(wanted)], dict(zip(call.stash_parts, saved[len(wanted) :], strict=True))
         gradients = call.backward(tensors, stash, spent, grad_losses, wanted)
         if call.overwrite_logits:
             torch.autograd.graph.increment_version(tensors)
@@ -151,16 +153,17 @@ def _call(tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Call:
 @torch.library.custom_op(
     "flash_rnnt_cupy::transducer_loss",
     mutates_args=(),
-    schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * (2 + len(STASH_PARTS)))})",
+    schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * (2 + len(LATTICE_PARTS)))})",
     tags=(torch.Tag.cudagraph_unsafe,),  # reads lengths on the host
 )
 def loss_operator(tensors: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
-    """(losses, reduction weights, *stash), the stash as bytes: its dtypes are the backend's business."""
+    """(losses, reduction weights, *stash): the lattice as bytes, for its dtypes are the backend's business."""
     call = _call(tensors, arguments)
     losses, stash = call.forward(tensors)
-    kept = [tensor.reshape(-1).view(torch.uint8) for tensor in stash[: len(STASH_PARTS)]]
-    if not any(arguments[_WANTED]):
-        kept = [losses.new_empty(0, dtype=torch.uint8) for _ in STASH_PARTS]
+    if any(arguments[_WANTED]):
+        kept = [stash[name].reshape(-1).view(torch.uint8) for name in LATTICE_PARTS]
+    else:
+        kept = [losses.new_empty(0, dtype=torch.uint8) for _ in LATTICE_PARTS]
     return (losses, call.weights(losses), *kept)
 
 
@@ -170,7 +173,7 @@ def _(tensors: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
     losses = tensors[0].new_empty(B, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
     weights = losses.new_empty(0 if Settings(*arguments[_SETTINGS:]).reduction == "none" else B)
     context = torch.library.get_ctx()
-    sizes = [context.new_dynamic_size() if any(arguments[_WANTED]) else 0 for _ in STASH_PARTS]  # N is in the lengths
+    sizes = [context.new_dynamic_size() if any(arguments[_WANTED]) else 0 for _ in LATTICE_PARTS]  # N is in lengths
     return (losses, weights, *(losses.new_empty(size, dtype=torch.uint8) for size in sizes))
 
 
@@ -185,8 +188,9 @@ def gradients_operator(
 ) -> list[Tensor]:
     """Gradients of the wanted tensors; the stash stays as it is."""
     call = _call(tensors, arguments)
-    columns, *others = call.typed_stash(stash)
-    return list(call.backward(tensors, [columns.clone(), *others], False, grad_losses, arguments[_WANTED]))
+    lattice = call.lattice_stash(stash)
+    lattice["scores"] = lattice["scores"].clone()
+    return list(call.backward(tensors, lattice, False, grad_losses, arguments[_WANTED]))
 
 
 @gradients_operator.register_fake

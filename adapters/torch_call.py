@@ -21,14 +21,15 @@ from torch import Tensor
 from flash_rnnt_cupy import backends, pipeline, validate
 from flash_rnnt_cupy.adapters.arrays import Facts, host_integers
 from flash_rnnt_cupy.backends import Allocate, Backend, Buffer, Lattice
-from flash_rnnt_cupy.backends.cuda.memory import DeviceArray
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
 from flash_rnnt_cupy.errors import InputError, InputTypeError
-from flash_rnnt_cupy.plan import Plan, TileRows, make_plan
+from flash_rnnt_cupy.plan import Life, Plan, TileRows, make_plan
 from flash_rnnt_cupy.problem import FLOATS, Form, Inputs, Options
 
 Integers = npt.NDArray[np.int64]
 
-STASH_PARTS = ("scores", "normalizers", "alpha", "log likelihoods")  # of the memory account
+LATTICE_PARTS = ("scores", "normalizers", "alpha", "log likelihoods")  # of the memory account
+TILE_PARTS = ("tile hidden", "tile logits", "tile active")
 
 
 class Settings(NamedTuple):
@@ -112,9 +113,9 @@ def prepare(
 class Call:
     """A checked and planned call; the tensors travel apart, so that autograd can free them.
 
-    The *stash* is what forward leaves for backward: columns [C, N], normalizers [G, N], alpha [N],
-    log-likelihoods [B] and, in untiled mode, the tile: hidden states [N, H], logits [N, V] and,
-    on a GPU, active bits [N, H / 8].
+    The *stash* is what forward leaves for backward: the parts of the memory account that are saved. These are the
+    lattice's, those that the backend made when it began and, in untiled mode, the tile: hidden states [N, H],
+    logits [N, V] and, on a GPU, active bits [N, H / 8].
     """
 
     plan: Plan
@@ -132,20 +133,27 @@ class Call:
         """w_b such that the reduced loss is the sum of w_b loss_b; empty for no reduction."""
         return torch.from_numpy(np.zeros(0) if self.weights_b is None else self.weights_b).to(losses)
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    @property
+    def stash_parts(self) -> list[str]:
+        """Names of the stash's tensors, in order."""
+        return [part.name for part in self.plan.account.parts if part.life is Life.SAVED]
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses [B], and the stash (of no use if the call was planned without gradients)."""
         device = tensors[0].device
         with _on(device):
             losses, saved = pipeline.forward(self.plan, self._inputs(tensors), self.backend, _allocator(device))
             lattice, kept = saved.lattice, saved.workspace
-            stash = [lattice.column_cn, lattice.normalizer_gn, lattice.alpha_n, saved.log_likelihood_b]
-            stash += [kept.hidden, kept.logits, kept.active] if kept else []
-            return _tensor(losses), tuple(_tensor(buffer) for buffer in stash if buffer is not None)
+            columns = (lattice.column_cn, lattice.normalizer_gn, lattice.alpha_n, saved.log_likelihood_b)
+            stash = dict(zip(LATTICE_PARTS, columns, strict=True)) | saved.call.kept
+            if kept:
+                stash |= zip(TILE_PARTS, (kept.hidden, kept.logits, kept.active), strict=True)
+            return _tensor(losses), {name: _tensor(stash[name]) for name in self.stash_parts}
 
     def backward(
         self,
         tensors: Sequence[Tensor],
-        stash: Sequence[Tensor],
+        stash: Mapping[str, Tensor],
         spent: bool,
         grad_losses: Tensor,
         wanted: Sequence[bool],
@@ -155,26 +163,29 @@ class Call:
         names = [name for name, want in zip(self.names, wanted, strict=True) if want]
         with _on(device):
             allocate = _allocator(device)
-            columns, normalizers, alpha, log_likelihoods, *kept = map(_buffer, stash)
+            kept = {name: _buffer(tensor) for name, tensor in stash.items()}
+            *lattice, log_likelihoods = (kept.pop(name) for name in LATTICE_PARTS)
+            tile = [kept.pop(name) for name in TILE_PARTS if name in kept]
             saved = pipeline.Saved(
                 plan=self.plan,
                 inputs=inputs,
                 backend=self.backend,
                 allocate=allocate,
-                call=self.backend.begin(self.plan, inputs, allocate),
-                lattice=Lattice(columns, normalizers, alpha),
+                call=self.backend.begin(self.plan, inputs, allocate, kept),
+                lattice=Lattice(*lattice),
                 log_likelihood_b=log_likelihoods,
-                workspace=pipeline.Workspace(*kept) if kept and not spent else None,
+                workspace=pipeline.Workspace(*tile) if tile and not spent else None,
                 spent=spent,
             )
             upstream = _buffer(grad_losses.to(torch.float64).contiguous())
             gradients = pipeline.backward(saved, upstream, frozenset(names), self.overwrite_logits)
             return tuple(_tensor(getattr(gradients, name)) for name in names)
 
-    def typed_stash(self, stash: Sequence[Tensor]) -> list[Tensor]:
-        """The stash from its bytes."""
-        parts = [self.plan.account[name] for name in STASH_PARTS]
-        return [kept.view(getattr(torch, part.dtype)).view(part.shape) for part, kept in zip(parts, stash, strict=True)]
+    def lattice_stash(self, stash: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The lattice's parts of the stash from their bytes."""
+        parts = [self.plan.account[name] for name in LATTICE_PARTS]
+        typed = (kept.view(getattr(torch, part.dtype)) for part, kept in zip(parts, stash, strict=True))
+        return {part.name: kept.view(part.shape) for part, kept in zip(parts, typed, strict=True)}
 
     def _inputs(self, tensors: Sequence[Tensor]) -> Inputs:
         """On a GPU rows, and weight and bias as a whole, must be contiguous; a tensor is copied if it is not."""
@@ -224,7 +235,10 @@ def _on(device: torch.device) -> Iterator[None]:
 
 def _allocator(device: torch.device) -> Allocate:
     def allocate(shape: tuple[int, ...], dtype: str) -> Buffer:
-        return _buffer(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if not tensor.is_cuda:
+            return _buffer(tensor)
+        return DeviceArray(tensor.data_ptr(), shape, dtype, contiguous_strides(shape), tensor)
 
     return allocate
 

@@ -70,7 +70,7 @@ class Saved:
 
 def forward(plan: Plan, inputs: Inputs, backend: Backend, allocate: Allocate) -> tuple[Buffer, Saved]:
     """Losses [B] in the problem's loss dtype, and what backward needs (too little, if planned without)."""
-    call = backend.begin(plan, inputs, allocate)
+    call = backend.begin(plan, inputs, allocate, {})
     saved = Saved(plan, inputs, backend, allocate, call, Lattice(None, None, None), None)
     saved.lattice = Lattice(saved.take("scores"), saved.take("normalizers"), saved.take("alpha"))
     saved.log_likelihood_b = saved.take("log likelihoods")

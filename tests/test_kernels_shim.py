@@ -78,7 +78,7 @@ class Side:
         opened = api._open_joint(*problem.args, problem.blank, options)
         self.backend, self.wanted = backend, frozenset(opened.problem.shapes)
         self.plan: Plan = make_plan(opened.problem, backend.facts, case.tile_rows, None, self.wanted)
-        self.call = backend.begin(self.plan, opened.inputs, backend.allocate)
+        self.call = backend.begin(self.plan, opened.inputs, backend.allocate, {})
         self.lattice = Lattice(self.take("scores"), self.take("normalizers"), self.take("alpha"))
         self.log_likelihood_b = self.take("log likelihoods")
 

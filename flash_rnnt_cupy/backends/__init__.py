@@ -7,7 +7,7 @@ buffers, and write into the buffers. ``Any`` stands for the backend's own array 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ class Backend:
     """The stages, in the order in which `pipeline` runs them.
 
     allocate(shape, dtype)                         the backend's own memory; callers may inject another's
-    begin(plan, inputs, allocate) -> call
+    begin(plan, inputs, allocate, kept) -> call    call.kept: parts of the account that it has made, by name; with
+                                                   these as ``kept`` the same call can begin again at no cost
     joint_forward(call, tile, hidden, active)      hidden[r] = dropout(activation(e[t] + p[u])), where a backend
                                                    may leave the factor 1 / keep probability to the products;
                                                    active: a bit a hidden unit for joint_backward, None where the
@@ -66,7 +67,7 @@ class Backend:
     facts: DeviceFacts
     supports: Callable[[Problem], tuple[str, ...]]  # reasons against; empty: it can
     allocate: Allocate
-    begin: Callable[[Plan, Inputs, Allocate], Call]
+    begin: Callable[[Plan, Inputs, Allocate, Mapping[str, Buffer]], Call]
     joint_forward: Callable[[Call, Tile, Buffer, Buffer | None], None]
     product: Callable[[Call, Buffer, Buffer, int], None]
     normalize_forward: Callable[[Call, Tile, Buffer, Lattice], None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from flash_rnnt_cupy.problem import ITEMSIZE
 
@@ -45,13 +46,17 @@ class MemoryAccount:
     parts: tuple[Part, ...]
     dense_bytes: int  # the [N, V] scores that are never held, for comparison
 
+    @cached_property
+    def _named(self) -> dict[str, Part]:
+        return {part.name: part for part in self.parts}
+
     def __getitem__(self, name: str) -> Part:
         """The part of that name."""
-        return next(part for part in self.parts if part.name == name)
+        return self._named[name]
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a part."""
-        return any(part.name == name for part in self.parts)
+        return name in self._named
 
     def _bytes(self, *lives: Life) -> int:
         return sum(part.nbytes for part in self.parts if part.life in lives)

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -67,8 +67,11 @@ def _gemm(
         target[...] = target + product if add else product
 
 
-def _upload(host: Array, device: DeviceArray) -> None:
-    ctypes.memmove(device.pointer, np.ascontiguousarray(host).ctypes.data, host.nbytes)
+def _upload(arrays: Sequence[Array], device: DeviceArray) -> None:
+    target = device.pointer
+    for array in arrays:
+        ctypes.memmove(target, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        target += -(-array.nbytes // 8) * 8
 
 
 def _download(device: DeviceArray) -> Array:
@@ -116,9 +119,9 @@ def make_numpy_backend(reverse: bool = False, shared_bytes: int = SHARED_BYTES) 
     plain = ("name", "facts", "supports", "begin")
     stages = {field.name: _lifted(getattr(inner, field.name)) for field in fields(inner) if field.name not in plain}
 
-    def begin(plan: Any, inputs: Inputs, allocate: Any) -> Any:
+    def begin(plan: Any, inputs: Inputs, allocate: Any, kept: Mapping[str, Any]) -> Any:
         del allocate  # the stages' own memory stays device memory
         weight, bias = (None if x is None else np.ascontiguousarray(x) for x in (inputs.weight, inputs.bias))
-        return inner.begin(plan, _lowered(replace(inputs, weight=weight, bias=bias)), _allocate)
+        return inner.begin(plan, _lowered(replace(inputs, weight=weight, bias=bias)), _allocate, kept)
 
     return replace(inner, name="cuda-shim", begin=begin, **stages)

@@ -6,9 +6,11 @@ Everything runs on CuPy's current device and stream, which the caller sets.
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy.typing as npt
 
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec, load
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
+from flash_rnnt_cupy.backends.cuda.tables import whole_words
 from flash_rnnt_cupy.dtypes import numpy_dtype
 from flash_rnnt_cupy.errors import LaunchError, OutOfMemoryError
 
@@ -33,16 +36,17 @@ Kernel = Callable[[Grid, Grid, int], None]  # grid, block, dynamic shared bytes
 class Driver:
     """The device's functions.
 
-    kernel(spec, entry, record) -> kernel             compiled, loaded, and tied to its parameter record, whose
-                                                      fields may change between launches
+    kernel(spec, entry, record) -> kernel             compiled, loaded, and tied to the current stream and to its
+                                                      parameter record, whose fields may change between launches
     gemm(a, b, c, transpose_a, transpose_b, add, alpha)   c = alpha op(a) op(b), row-major; + c if ``add``
-    upload(host, device); download(device) -> host    copies; download waits for the stream
+    upload(arrays, device)                            copies them one behind another, each from a whole 64-bit word
+    download(device) -> host                          a copy; waits for the stream
     zero(device)                                      fills with zero bytes
     """
 
     kernel: Callable[[ModuleSpec, str, Record], Kernel]
     gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool, float], None]
-    upload: Callable[[npt.NDArray[Any], DeviceArray], None]
+    upload: Callable[[Sequence[npt.NDArray[Any]], DeviceArray], None]
     download: Callable[[DeviceArray], npt.NDArray[Any]]
     zero: Callable[[DeviceArray], None]
 
@@ -52,16 +56,16 @@ def _kernel(spec: ModuleSpec, entry: str, record: Record) -> Kernel:
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     raw = load(spec).get(entry)
-    function, driver, current_stream = raw.kernel.ptr, cupy.cuda.driver, cupy.cuda.get_current_stream
-    parameters = np.array([record.ctypes.data], np.uintp)  # void*[1]
-    address = parameters.ctypes.data
+    function, driver, stream = raw.kernel.ptr, cupy.cuda.driver, cupy.cuda.get_current_stream().ptr
+    parameters = ctypes.c_void_p(record.ctypes.data)  # void*[1]
+    address = ctypes.addressof(parameters)
 
     def launch(grid: Grid, block: Grid, shared_bytes: int) -> None:
         if shared_bytes > DEFAULT_SHARED_BYTES:
             raw.max_dynamic_shared_size_bytes = shared_bytes
         sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
         try:
-            driver.launchKernel(function, *sizes, shared_bytes, current_stream().ptr, address, 0)
+            driver.launchKernel(function, *sizes, shared_bytes, stream, address, 0)
         except driver.CUDADriverError as error:
             described = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
             device = f"cuda:{cupy.cuda.Device().id}"
@@ -72,9 +76,10 @@ def _kernel(spec: ModuleSpec, entry: str, record: Record) -> Kernel:
 
 
 @functools.cache
-def _scalar(value: float, dtype: str) -> npt.NDArray[Any]:
-    """The number where cuBLAS reads it."""
-    return np.array(value, dtype)
+def _scalar(value: float, dtype: str) -> tuple[int, npt.NDArray[Any]]:
+    """Address of the number, where cuBLAS reads it, and its memory."""
+    memory = np.array(value, dtype)
+    return memory.ctypes.data, memory
 
 
 def _gemm(
@@ -92,14 +97,14 @@ def _gemm(
         c.shape[1],
         c.shape[0],
         a.shape[0] if transpose_a else a.shape[1],
-        _scalar(alpha, dtype).ctypes.data,
+        _scalar(alpha, dtype)[0],
         b.pointer,
         CUDA_TYPES[b.dtype],
         b.pitch,
         a.pointer,
         CUDA_TYPES[a.dtype],
         a.pitch,
-        _scalar(float(add), dtype).ctypes.data,
+        _scalar(float(add), dtype)[0],
         c.pointer,
         CUDA_TYPES[c.dtype],
         c.pitch,
@@ -109,26 +114,30 @@ def _gemm(
 
 
 class _Staging:
-    """Page-locked host memory for uploads, used again once the device has read it.
+    """Page-locked host memory for copies, used again once the device is done with it.
 
-    A copy from ordinary memory would wait for all work queued before it.
+    A copy from ordinary memory would wait for all work queued before it; one to ordinary memory is slower.
     """
 
     def __init__(self) -> None:
         self._in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
         self._lock = threading.Lock()  # autograd runs backward in a thread of its own
 
-    def copy(self, host: npt.NDArray[Any], device: DeviceArray) -> None:
+    def upload(self, arrays: Sequence[npt.NDArray[Any]], device: DeviceArray) -> None:
         import cupy  # noqa: PLC0415  CuPy is imported on demand
 
         with self._lock:
             while self._in_flight and self._in_flight[0][0].done:
                 self._in_flight.popleft()  # back to CuPy's pool
-        memory = cupy.cuda.alloc_pinned_memory(host.nbytes)
-        np.frombuffer(memory, host.dtype, host.size)[:] = host.ravel()
+        nbytes = sum(whole_words(array.nbytes) for array in arrays)
+        memory = cupy.cuda.alloc_pinned_memory(nbytes)
+        begin = 0
+        for array in filter(len, arrays):
+            np.frombuffer(memory, array.dtype, array.size, begin)[:] = array
+            begin += whole_words(array.nbytes)
         stream = cupy.cuda.get_current_stream()
         runtime = cupy.cuda.runtime
-        runtime.memcpyAsync(device.pointer, memory.ptr, host.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        runtime.memcpyAsync(device.pointer, memory.ptr, nbytes, runtime.memcpyHostToDevice, stream.ptr)
         self._in_flight.append((stream.record(), memory))
 
 
@@ -138,12 +147,12 @@ _staging = _Staging()
 def _download(device: DeviceArray) -> npt.NDArray[Any]:
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
-    host = np.empty(device.shape, device.dtype)
+    memory = cupy.cuda.alloc_pinned_memory(device.nbytes)  # lives as long as the array that is returned
     stream = cupy.cuda.get_current_stream()
     runtime = cupy.cuda.runtime
-    runtime.memcpyAsync(host.ctypes.data, device.pointer, host.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+    runtime.memcpyAsync(memory.ptr, device.pointer, device.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
     stream.synchronize()
-    return host
+    return np.frombuffer(memory, device.dtype, math.prod(device.shape)).reshape(device.shape)
 
 
 def _zero(device: DeviceArray) -> None:
@@ -165,4 +174,4 @@ def allocate(shape: tuple[int, ...], dtype: str) -> DeviceArray:
     return DeviceArray(array.data.ptr, array.shape, dtype, contiguous_strides(shape), array)
 
 
-CUPY = Driver(_kernel, _gemm, _staging.copy, _download, _zero)
+CUPY = Driver(_kernel, _gemm, _staging.upload, _download, _zero)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flash_rnnt_cupy.problem import ITEMSIZE
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceArray:
+class DeviceArray(NamedTuple):
     """Raw device memory.
 
     pointer   address of the first element

@@ -6,6 +6,7 @@ Every stage has the signature that `flash_rnnt_cupy.backends` gives it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,7 @@ class CudaCall:
     allocate: Allocate
     rows: Rows
     table: Mapping[str, int]  # address of each index table
-    keep: tuple[DeviceArray, ...]  # the memory behind them
+    kept: dict[str, DeviceArray]  # the memory behind them, and weight and bias where they are not the caller's
     weight: DeviceArray | None
     bias: DeviceArray | None
     upstream: DeviceArray | None = None  # [B] unit gradients, then their scale
@@ -108,11 +109,17 @@ class CudaCall:
         self.driver.kernel(spec, entry, record)(grid, block, shared)
 
 
-def begin(driver: Driver, multiprocessors: int, plan: Plan, inputs: Inputs, allocate: Allocate) -> CudaCall:
+def begin(
+    driver: Driver,
+    multiprocessors: int,
+    plan: Plan,
+    inputs: Inputs,
+    allocate: Allocate,
+    kept: Mapping[str, DeviceArray],
+) -> CudaCall:
     """Uploads the index tables and brings weight and bias to the dtypes in which they are used."""
     packing = plan.rows.packing
     arrays = tables.packing_tables(packing) | tables.rows_tables(plan.rows)
-    arrays["labels"] = _packed_labels(inputs.targets, packing.labels_b)
     if plan.problem.form is Form.JOINT:
         for name, starts in (("encoder", packing.frame_start_b), ("predictor", packing.state_start_b)):
             given = getattr(inputs, name)
@@ -122,10 +129,15 @@ def begin(driver: Driver, multiprocessors: int, plan: Plan, inputs: Inputs, allo
     elif len(inputs.logits.shape) == 4:
         arrays["logits_offset_b"] = np.arange(packing.batch, dtype=np.int64) * inputs.logits.strides[0]
         arrays["grad_offset_b"] = np.arange(packing.batch, dtype=np.int64) * int(np.prod(inputs.logits.shape[1:]))
-    memory: DeviceArray = allocate(plan.account["index tables"].shape, "int64")
-    table = _upload(driver, arrays, memory)
+    arrays["labels"] = np.zeros(0, np.int32)  # the last table: its size moves no other
+    made = dict(kept)
+    if "index tables" not in made:
+        arrays["labels"] = _packed_labels(inputs.targets, packing.labels_b)
+        made["index tables"] = allocate(plan.account["index tables"].shape, "int64")
+        driver.upload(list(arrays.values()), made["index tables"])
+    table = tables.addresses(arrays, made["index tables"].pointer)
     call = CudaCall(
-        driver, multiprocessors, plan, inputs, allocate, plan.rows, table, (memory,), inputs.weight, inputs.bias
+        driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias
     )
     return dataclasses.replace(
         call,
@@ -138,9 +150,10 @@ def _as_used(call: CudaCall, given: DeviceArray | None, part: str) -> DeviceArra
     """Weight or bias in the dtype of the account's part, if there is one."""
     if given is None or part not in call.plan.account:
         return given
-    used = call.take(part)
-    _convert(call, given, used, None)
-    return used
+    if part not in call.kept:
+        call.kept[part] = call.take(part)
+        _convert(call, given, call.kept[part], None)
+    return call.kept[part]
 
 
 def _packed_labels(targets: npt.NDArray[np.int64], labels_b: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -148,13 +161,6 @@ def _packed_labels(targets: npt.NDArray[np.int64], labels_b: npt.NDArray[np.int6
     if targets.ndim == 2:
         targets = targets[np.arange(targets.shape[1])[None] < labels_b[:, None]]
     return targets.astype(np.int32)
-
-
-def _upload(driver: Driver, arrays: tables.Tables, memory: DeviceArray) -> dict[str, int]:
-    """Copies the tables to the device; their addresses."""
-    words, offsets = tables.pack(arrays)
-    driver.upload(words, memory)
-    return {name: memory.pointer + offset for name, offset in offsets.items()}
 
 
 def _convert(call: CudaCall, source: DeviceArray, target: DeviceArray, scale: int | None) -> None:
@@ -168,15 +174,19 @@ def _convert(call: CudaCall, source: DeviceArray, target: DeviceArray, scale: in
 
 
 def _fill(record: Record, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        record[name] = value
+    """Sets all fields at once, those without a value to zero; a record in a record is a tuple."""
+    record[0] = tuple({**_zeros(record.dtype), **values}.values())
 
 
-def _rows_record(call: CudaCall) -> Record:
+@functools.cache
+def _zeros(record: np.dtype[Any]) -> dict[str, Any]:
+    """The fields in order, and zero for each."""
+    return dict(zip(record.names or (), np.zeros((), record).item(), strict=True))
+
+
+def _rows_record(call: CudaCall) -> tuple[int, ...]:
     """The tables that say which rows are in work."""
-    record = np.zeros(1, tables.ROWS)
-    _fill(record, {name: call.table[name] for name in tables.ROWS.names or ()})
-    return record
+    return tuple([call.table[name] for name in tables.ROWS.names or ()])
 
 
 def _pointer(array: DeviceArray | None) -> int:
@@ -322,43 +332,38 @@ def _normalize_launch(
         clamped=options.clamp is not None,
         wide=is_aligned(logits) and is_aligned(grad_logits) and _pointer(call.bias) % 16 == 0,
     )
-    record = np.zeros(1, normalize_record(call.acc))
-    _fill(
-        record,
-        {
-            "rows": _rows_record(call),
-            "logits": logits.pointer,
-            "grad_logits": grad_logits.pointer,
-            "logits_step_u": logits.strides[-2],
-            "grad_step_u": grad_logits.strides[-2],
-            "bias": _pointer(call.bias),
-            "labels": call.table["labels"],
-            "label_start_b": call.table["label_start_b"],
-            "column_cn": lattice.column_cn.pointer,
-            "normalizer_gn": _pointer(lattice.normalizer_gn),
-            "upstream_b": _pointer(call.upstream),
-            "bias_partials": _pointer(call.bias_partials),
-            "bias_sums": _pointer(grad_bias),
-            "n_nodes": call.plan.rows.n_rows,
-            "clamp": options.clamp or 0,
-            "blank": problem.blank,
-            "batch": problem.batch,
-            "bias_chunks": BLOCKS_PER_MULTIPROCESSOR * call.multiprocessors,
-        },
-    )
+    values = {
+        "rows": _rows_record(call),
+        "logits": logits.pointer,
+        "grad_logits": grad_logits.pointer,
+        "logits_step_u": logits.strides[-2],
+        "grad_step_u": grad_logits.strides[-2],
+        "bias": _pointer(call.bias),
+        "labels": call.table["labels"],
+        "label_start_b": call.table["label_start_b"],
+        "column_cn": lattice.column_cn.pointer,
+        "normalizer_gn": _pointer(lattice.normalizer_gn),
+        "upstream_b": _pointer(call.upstream),
+        "bias_partials": _pointer(call.bias_partials),
+        "bias_sums": _pointer(grad_bias),
+        "n_nodes": call.plan.rows.n_rows,
+        "clamp": options.clamp or 0,
+        "blank": problem.blank,
+        "batch": problem.batch,
+        "bias_chunks": BLOCKS_PER_MULTIPROCESSOR * call.multiprocessors,
+    }
     if grid:
         in_place = grad_logits.pointer == logits.pointer
-        _fill(
-            record,
-            {
-                "logits_offset_b": call.table["logits_offset_b"],
-                "logits_step_t": logits.strides[1],
-                "grad_offset_b": call.table["logits_offset_b" if in_place else "grad_offset_b"],
-                "grad_step_t": grad_logits.strides[1],
-                "padded_frames": logits.shape[1],
-                "padded_states": logits.shape[2],
-            },
-        )
+        values |= {
+            "logits_offset_b": call.table["logits_offset_b"],
+            "logits_step_t": logits.strides[1],
+            "grad_offset_b": call.table["logits_offset_b" if in_place else "grad_offset_b"],
+            "grad_step_t": grad_logits.strides[1],
+            "padded_frames": logits.shape[1],
+            "padded_states": logits.shape[2],
+        }
+    record = np.zeros(1, normalize_record(call.acc))
+    _fill(record, values)
     call.launches[key] = Launch(call.driver, spec, entry, record)
     return call.launches[key]
 
@@ -520,10 +525,11 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
     )
     spec = convert_spec(call.acc, call.acc, call.acc, True)
     call.run(spec, "split_upstream", (1,), (THREADS,), record)
-    table, keep = call.table, call.keep
+    table, kept = call.table, call.kept
     if rows is not call.plan.rows:
-        memory = call.take("band tables")
-        table, keep = {**table, **_upload(call.driver, tables.rows_tables(rows), memory)}, (*keep, memory)
+        memory, arrays = call.take("band tables"), tables.rows_tables(rows)
+        call.driver.upload(list(arrays.values()), memory)
+        table, kept = {**table, **tables.addresses(arrays, memory.pointer)}, {**kept, "band tables": memory}
     bias_partials = _scratch(call, "bias partial sums")
     if bias_partials is not None:
         call.driver.zero(bias_partials)
@@ -531,7 +537,7 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
         call,
         rows=rows,
         table=table,
-        keep=keep,
+        kept=kept,
         upstream=upstream,
         bias_partials=bias_partials,
         encoder_carry=_scratch(call, "encoder carry"),

@@ -44,13 +44,15 @@ def row_offsets(array: DeviceArray, padded_ndim: int, start_b: npt.NDArray[np.in
     return index * array.strides[0]
 
 
-def pack(tables: Tables) -> tuple[npt.NDArray[np.int64], dict[str, int]]:
-    """All tables in one array of 64-bit words, and the byte at which each begins."""
-    words, offsets, n_words = [], {}, 0
+def addresses(tables: Tables, begin: int) -> dict[str, int]:
+    """Where each table lies, one behind another from ``begin`` on, each from a whole 64-bit word."""
+    found = {}
     for name, table in tables.items():
-        padding = -table.nbytes % 8
-        raw = np.frombuffer(np.ascontiguousarray(table).tobytes() + bytes(padding), np.int64)
-        words.append(raw)
-        offsets[name] = 8 * n_words
-        n_words += len(raw)
-    return np.concatenate(words), offsets
+        found[name] = begin
+        begin += whole_words(table.nbytes)
+    return found
+
+
+def whole_words(nbytes: int) -> int:
+    """As many bytes, rounded up to 64-bit words."""
+    return nbytes + -nbytes % 8

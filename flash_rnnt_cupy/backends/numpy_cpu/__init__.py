@@ -7,6 +7,7 @@ products (float64 for float64 inputs) and a float64 recursion.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -54,15 +55,17 @@ def _supports(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-def _begin(plan: Plan, inputs: Inputs, take: Allocate) -> NumpyCall:
+def _begin(plan: Plan, inputs: Inputs, take: Allocate, kept: Mapping[str, Array]) -> NumpyCall:
     """Weight and bias in the dtypes in which they are used."""
-    used = {"weight as multiplied": inputs.weight, "bias as added": inputs.bias}
-    for name, given in used.items():
-        if name in plan.account:
+    given = {"weight as multiplied": inputs.weight, "bias as added": inputs.bias}
+    made = {name: kept[name] for name in given if name in kept}
+    for name, array in given.items():
+        if name in plan.account and name not in made:
             part = plan.account[name]
-            used[name] = take(part.shape, part.dtype)
-            used[name][...] = given
-    return NumpyCall(plan.problem, plan.rows, inputs, *used.values())
+            made[name] = take(part.shape, part.dtype)
+            made[name][...] = array
+    weight, bias = (made.get(name, array) for name, array in given.items())
+    return NumpyCall(plan.problem, plan.rows, inputs, weight, bias, made)
 
 
 def _losses(call: NumpyCall, log_likelihood_b: Array) -> Array:

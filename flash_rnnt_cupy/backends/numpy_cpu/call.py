@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ TEMPORARIES = 12  # of them alive at once
 class NumpyCall:
     """Problem, rows in work, and the caller's arrays.
 
-    ``weight`` is in the workspace dtype, ``bias`` in the lattice dtype; ``grad_losses_b`` [B] is there in backward.
+    ``weight`` is in the workspace dtype, ``bias`` in the lattice dtype, both in ``kept`` where they are not the
+    caller's; ``grad_losses_b`` [B] is there in backward.
     """
 
     problem: Problem
@@ -30,6 +31,7 @@ class NumpyCall:
     inputs: Inputs
     weight: Array | None
     bias: Array | None
+    kept: Mapping[str, Array]
     grad_losses_b: Array | None = None
 
     @property
