@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flash_rnnt_cupy.backends.cuda.memory import DeviceArray
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned_or_odd
 from flash_rnnt_cupy.errors import InputError, InputTypeError
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
@@ -36,11 +36,17 @@ class Opened(NamedTuple):
     library: ModuleType  # numpy or cupy
     restore: Callable[[Any], Any]
 
-    def buffer(self, contiguous: bool = False) -> Any:
-        """The array as its backend takes it; copied on a GPU if the last axis, or any that must be, has gaps."""
-        if self.facts.device == "cpu" or (self.has_contiguous_rows() and not contiguous):
+    def buffer(self, contiguous: bool = False, aligned: bool = False) -> Any:
+        """The array as its backend takes it.
+
+        Copied on a GPU if the last axis, or any that must be, has gaps, and if rows of whole groups of 8 columns
+        must start on 16 bytes and do not.
+        """
+        if self.facts.device == "cpu":
             return buffer_of(self.array)
-        return buffer_of(self.library.ascontiguousarray(self.array))
+        gaps = contiguous or not self.has_contiguous_rows()
+        buffer = buffer_of(self.library.ascontiguousarray(self.array) if gaps else self.array)
+        return buffer_of(self.array.copy("C")) if aligned and not is_aligned_or_odd(buffer) else buffer
 
     def has_contiguous_rows(self) -> bool:
         """Whether the last axis has no gaps."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_rnnt_cupy import backends, pipeline, validate
 from flash_rnnt_cupy.adapters.arrays import Facts, host_integers
 from flash_rnnt_cupy.backends import Allocate, Backend, Buffer, Lattice
-from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides, is_aligned_or_odd
 from flash_rnnt_cupy.errors import InputError, InputTypeError
 from flash_rnnt_cupy.plan import Life, Plan, TileRows, make_plan
 from flash_rnnt_cupy.problem import FLOATS, Form, Inputs, Options
@@ -188,11 +188,16 @@ class Call:
         return {part.name: kept.view(part.shape) for part, kept in zip(parts, typed, strict=True)}
 
     def _inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """On a GPU rows, and weight and bias as a whole, must be contiguous; a tensor is copied if it is not."""
+        """On a GPU rows, and weight and bias as a whole, must be contiguous; a tensor is copied if it is not.
+
+        So is one of states or parameters whose rows of whole groups of 8 columns do not start on 16 bytes.
+        """
         ready = {}
         for name, tensor in zip(self.names, tensors, strict=True):
             gaps = tensor.is_cuda and (tensor.stride(-1) != 1 or name in ("weight", "bias"))
             ready[name] = _buffer(tensor.contiguous() if gaps else tensor)
+            if tensor.is_cuda and name != "logits" and not is_aligned_or_odd(ready[name]):
+                ready[name] = _buffer(tensor.clone(memory_format=torch.contiguous_format))
         return Inputs(self.targets, **ready)
 
 

@@ -355,7 +355,7 @@ def _open_joint(
         blank,
         options,
     )
-    buffers = {name: opened.buffer(contiguous=name in ("weight", "bias")) for name, opened in arrays.items()}
+    buffers = {name: opened.buffer(name in ("weight", "bias"), aligned=True) for name, opened in arrays.items()}
     return _Opened(problem, Inputs(labels, **buffers), arrays)
 
 

@@ -4,6 +4,7 @@
     backward   lattice, alpha -> posteriors (in place) -> rows that matter
                tiles: joint -> product -> normalise-backward -> weight product -> hidden product -> joint-backward
 
+Where the plan is fused, forward's chain is one stage over all nodes, and the first three of backward are one.
 The logits form skips the joint and the products: its one tile is the caller's scores.
 """
 
@@ -105,6 +106,10 @@ def _score(saved: Saved) -> None:
     if plan.problem.form is not Form.JOINT:
         backend.normalize_forward(call, plan.whole, saved.inputs.logits, lattice)
         return
+    if plan.fused:
+        assert backend.score
+        backend.score(call, plan.whole, lattice)
+        return
     workspace = _take_workspace(saved)
     for tile in plan.tiles:
         _tile_logits(saved, call, tile, workspace)
@@ -138,9 +143,13 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
     hidden, logits = workspace.hidden, workspace.logits
 
     for tile in plan.cut(rows):
-        if kept is None:
-            _tile_logits(saved, call, tile, workspace)
-        backend.normalize_backward(call, tile, logits, lattice, logits, sums.get("bias"))
+        if plan.fused:
+            assert backend.grad_scores
+            backend.grad_scores(call, tile, lattice, hidden, workspace.active, logits, sums.get("bias"))
+        else:
+            if kept is None:
+                _tile_logits(saved, call, tile, workspace)
+            backend.normalize_backward(call, tile, logits, lattice, logits, sums.get("bias"))
         if "weight" in wanted:
             backend.product_weight(call, logits, hidden, tile.n_rows, sums["weight"], weight_product)
         if "encoder" in wanted or "predictor" in wanted:

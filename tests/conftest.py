@@ -106,12 +106,12 @@ class BackendUnderTest:
         return defaults | moved
 
 
-@pytest.fixture(scope="session", params=["numpy", "cuda"])
+@pytest.fixture(scope="session", params=["numpy", "cuda", "cuda-generic"])
 def backend(request: pytest.FixtureRequest) -> BackendUnderTest:
     if request.param == "numpy":
         return BackendUnderTest("numpy", np)
-    if reason := backends.unavailable("cuda"):
+    if reason := backends.unavailable(request.param):
         pytest.skip(reason)
     import cupy  # noqa: PLC0415
 
-    return BackendUnderTest("cuda", cupy)
+    return BackendUnderTest(request.param, cupy)

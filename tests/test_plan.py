@@ -32,6 +32,8 @@ FACTS = DeviceFacts(
     logits_multiple=1,
     active_bits=False,
     scratch=scratch,
+    against_fused=lambda _: ("there are none",),
+    row_multiple=512,
 )
 
 batches = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=4)

@@ -48,6 +48,7 @@ class Backend:
                                                    account has no such part
     product(call, hidden, logits, n_rows)          logits = hidden weight^T
     normalize_forward(call, tile, logits, lattice) columns and normalizers of the tile's nodes; adds the bias
+    score(call, tile, lattice)                     the three before in one, where the plan is fused
     sum_alignments(call, lattice, log_likelihood)  alpha; log_likelihood [B] float64
     losses(call, log_likelihood) -> losses         [B], in the problem's loss dtype
     posteriors(call, lattice, log_likelihood)      columns -> posteriors, FastEmit weight included
@@ -55,6 +56,8 @@ class Backend:
     start_backward(call, rows, grad_losses) -> call   the same call over these rows, with upstream gradients [B]
     normalize_backward(call, tile, logits, lattice, grad_logits, grad_bias)
                                                    grad_logits may be logits; grad_bias None or added to
+    grad_scores(call, tile, lattice, hidden, active, grad_logits, grad_bias)
+                                                   joint_forward, product and normalize_backward in one, likewise
     product_weight(call, grad_logits, hidden, n_rows, grad_weight, product)   grad_weight += grad_logits^T hidden
     product_hidden(call, grad_logits, hidden, n_rows)                         hidden = grad_logits weight
     joint_backward(call, tile, grad_hidden, active, grad_encoder, grad_predictor)
@@ -82,16 +85,19 @@ class Backend:
     joint_backward: Callable[[Call, Tile, Buffer, Buffer | None, Buffer | None, Buffer | None], None]
     fill_zero: Callable[[Call, Buffer], None]
     finish: Callable[[Call, str, Buffer, Buffer], None]
+    score: Callable[[Call, Tile, Lattice], None] | None = None
+    grad_scores: Callable[[Call, Tile, Lattice, Buffer, Buffer | None, Buffer, Buffer | None], None] | None = None
 
 
 NAMES = ("cuda", "numpy")  # in order of preference
+GENERIC = "cuda-generic"  # "cuda" without its fused kernels, by name only: to compare them, or to do without them
 HOST = "cpu"
 
 
 def candidates(requested: str) -> tuple[str, ...]:
     """The backends that "auto" or a name stands for, in order of preference."""
-    if requested not in ("auto", *NAMES):
-        raise InputError("backend", f"one of auto, {', '.join(NAMES)}", repr(requested))
+    if requested not in ("auto", *NAMES, GENERIC):
+        raise InputError("backend", f"one of auto, {', '.join(NAMES)}, {GENERIC}", repr(requested))
     return NAMES if requested == "auto" else (requested,)
 
 
@@ -112,7 +118,7 @@ def load(name: str, device: str) -> Backend:
         return BACKEND
     from flash_rnnt_cupy.backends import cuda  # noqa: PLC0415
 
-    return cuda.backend(int(device.partition(":")[2] or 0))
+    return cuda.backend(int(device.partition(":")[2] or 0), fused=name != GENERIC)
 
 
 def choose(requested: str, problem: Problem, device: str) -> Backend:

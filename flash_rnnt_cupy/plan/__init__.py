@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """Tiles of forward, over all nodes."""
+        """Tiles of forward without fused kernels, over all nodes."""
         return self.cut(self.rows)
 
     @property

@@ -114,7 +114,7 @@ def _lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_numpy_backend(reverse: bool = False, shared_bytes: int = SHARED_BYTES) -> Backend:
     """The CUDA backend, taking and giving NumPy arrays; ``shared_bytes`` is what its planner believes to have."""
-    facts = device_facts("CPU, as if CUDA", l2_bytes=0, shared_bytes=shared_bytes, multiprocessors=2)
+    facts = device_facts("CPU, as if CUDA", l2_bytes=0, shared_bytes=shared_bytes, multiprocessors=2, capability="80")
     inner = make_backend(make_driver(reverse), facts, 2, _allocate)
     plain = ("name", "facts", "supports", "begin")
     stages = {field.name: _lifted(getattr(inner, field.name)) for field in fields(inner) if field.name not in plain}

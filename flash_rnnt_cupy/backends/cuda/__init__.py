@@ -7,19 +7,36 @@ as they are with float32 accumulation; hidden states and logits of a tile are ke
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 from flash_rnnt_cupy.backends import Allocate, Backend
+from flash_rnnt_cupy.backends.cuda import fused as fused_stages
 from flash_rnnt_cupy.backends.cuda import stages
 from flash_rnnt_cupy.backends.cuda.driver import CUPY, Driver, allocate
 from flash_rnnt_cupy.backends.cuda.facts import device_facts
-from flash_rnnt_cupy.plan import DeviceFacts
-from flash_rnnt_cupy.problem import Problem
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray
+from flash_rnnt_cupy.plan import DeviceFacts, Plan
+from flash_rnnt_cupy.problem import Inputs, Problem
 
 
 def _supports(problem: Problem) -> tuple[str, ...]:
     if problem.vocabulary * max(problem.joint_width, 1) >= 2**31:
         return (f"weight has {problem.vocabulary} x {problem.joint_width} >= 2**31 elements",)
     return ()
+
+
+def _begin(
+    driver: Driver,
+    multiprocessors: int,
+    plan: Plan,
+    inputs: Inputs,
+    allocate: Allocate,
+    kept: Mapping[str, DeviceArray],
+) -> stages.CudaCall:
+    call = stages.begin(driver, multiprocessors, plan, inputs, allocate, kept)
+    if plan.fused:
+        fused_stages.pack_weight(call)
+    return call
 
 
 def make_backend(driver: Driver, facts: DeviceFacts, multiprocessors: int, allocate: Allocate) -> Backend:
@@ -29,7 +46,7 @@ def make_backend(driver: Driver, facts: DeviceFacts, multiprocessors: int, alloc
         facts=facts,
         supports=_supports,
         allocate=allocate,
-        begin=functools.partial(stages.begin, driver, multiprocessors),
+        begin=functools.partial(_begin, driver, multiprocessors),
         joint_forward=stages.joint_forward,
         product=stages.product,
         normalize_forward=stages.normalize_forward,
@@ -44,6 +61,8 @@ def make_backend(driver: Driver, facts: DeviceFacts, multiprocessors: int, alloc
         joint_backward=stages.joint_backward,
         fill_zero=stages.fill_zero,
         finish=stages.finish,
+        score=fused_stages.score,
+        grad_scores=fused_stages.grad_scores,
     )
 
 
@@ -65,12 +84,13 @@ def unavailable() -> str:
 
 
 @functools.cache
-def backend(device: int) -> Backend:
-    """The backend on a device, which must be CuPy's current one when it is used."""
+def backend(device: int, fused: bool) -> Backend:
+    """The backend on a device, which must be CuPy's current one when it is used; with or without fused kernels."""
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
     attributes = cupy.cuda.Device(device).attributes
     multiprocessors = attributes["MultiProcessorCount"]
-    facts = device_facts(name, attributes["L2CacheSize"], attributes["MaxSharedMemoryPerBlockOptin"], multiprocessors)
+    sizes = attributes["L2CacheSize"], attributes["MaxSharedMemoryPerBlockOptin"], multiprocessors
+    facts = device_facts(name, *sizes, cupy.cuda.Device(device).compute_capability, fused)
     return make_backend(CUPY, facts, multiprocessors, allocate)

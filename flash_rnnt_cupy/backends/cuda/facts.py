@@ -3,11 +3,47 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, accumulator_dtype
 from flash_rnnt_cupy.problem import Form, Problem
+from flash_rnnt_cupy.topology import RNNT
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # of normalize_backward; each keeps partial sums of the bias gradient
+
+# Of the fused kernels, see fused.cuh.
+STRIP_ROWS, PANEL_COLUMNS, SLAB_COLUMNS = 128, 128, 64
+CONSUMER_WARPS = 8  # of a block; each keeps partial sums of the bias gradient
+FUSED_SHARED_BYTES = 227 << 10
+FUSED_WIDTH = 768  # hidden states of a strip leave room for two slabs of the weight
+FUSED_ACTIVATIONS = ("relu", "tanh", "sigmoid", "silu", "identity")
+ITEM_PANELS = 16  # of the gradient kernel: more items than strips keep all busy where a large V makes tiles small
+
+
+def panels(vocabulary: int) -> int:
+    """How many panels of columns the scores have."""
+    return -(-vocabulary // PANEL_COLUMNS)
+
+
+def item_panels(entry: str, vocabulary: int) -> int:
+    """Panels of a strip that a block works through at once; to normalise it must see all."""
+    return ITEM_PANELS if entry == "grad_scores" else panels(vocabulary)
+
+
+def _against_fused(capability: str, wanted: bool, problem: Problem) -> tuple[str, ...]:
+    """Reasons against the fused kernels."""
+    options, width = problem.options, problem.joint_width
+    checks = (
+        (wanted, "the generic kernels were asked for"),
+        (capability == "90", f"the device has compute capability {capability[:-1]}.{capability[-1]}, not 9.0"),
+        (problem.form is Form.JOINT, "the scores are given"),
+        (problem.topology is RNNT, f"the loss is {problem.topology.name}, not {RNNT.name}"),
+        (problem.dtype in ("float16", "bfloat16"), f"the states are {problem.dtype}, not float16 or bfloat16"),
+        (0 < width <= FUSED_WIDTH and width % 8 == 0, f"H is {width}, not a multiple of 8 up to {FUSED_WIDTH}"),
+        (options.activation in FUSED_ACTIVATIONS, f"the activation is {options.activation}"),
+        (options.clamp is None, "gradients are clamped"),
+    )
+    return tuple(reason for holds, reason in checks if not holds)
 
 
 def index_words(packing: Packing) -> int:
@@ -28,9 +64,14 @@ def ring_shape(problem: Problem, packing: Packing) -> tuple[int, int, int]:
 
 
 def _scratch(
-    shared_bytes: int, multiprocessors: int, problem: Problem, packing: Packing, gradients: frozenset[str]
+    shared_bytes: int,
+    multiprocessors: int,
+    against_fused: Callable[[Problem], tuple[str, ...]],
+    problem: Problem,
+    packing: Packing,
+    gradients: frozenset[str],
 ) -> tuple[Part, ...]:
-    dtype = accumulator_dtype(problem.dtype)
+    dtype, fused = accumulator_dtype(problem.dtype), not against_fused(problem)
     parts = [Part("index tables", (index_words(packing),), "int64", Life.SAVED)]
     ring = ring_shape(problem, packing)
     if 8 * ring[1] * ring[2] > shared_bytes:
@@ -45,23 +86,36 @@ def _scratch(
         if name in gradients and problem.form is Form.JOINT:
             parts.append(Part(f"{name} carry", carry, dtype, Life.BACKWARD))
     if "bias" in gradients and "bias" in problem.shapes:
-        blocks = BLOCKS_PER_MULTIPROCESSOR * multiprocessors
-        parts.append(Part("bias partial sums", (blocks, problem.vocabulary), dtype, Life.BACKWARD))
+        writers = (CONSUMER_WARPS if fused else BLOCKS_PER_MULTIPROCESSOR) * multiprocessors
+        parts.append(Part("bias partial sums", (writers, problem.vocabulary), dtype, Life.BACKWARD))
+    if fused:
+        columns = panels(problem.vocabulary) * PANEL_COLUMNS
+        slabs = (columns, -(-width // SLAB_COLUMNS) * SLAB_COLUMNS)
+        parts.append(Part("weight in slabs", slabs, problem.dtype, Life.SAVED))
+        parts.append(Part("bias in panels", (columns,), "float32", Life.SAVED))
     return tuple(parts)
 
 
-def device_facts(name: str, l2_bytes: int, shared_bytes: int, multiprocessors: int) -> DeviceFacts:
-    """Facts of a device with that second-level cache, shared memory a block, and number of multiprocessors."""
+def device_facts(
+    name: str, l2_bytes: int, shared_bytes: int, multiprocessors: int, capability: str, fused: bool = True
+) -> DeviceFacts:
+    """Facts of a device with that second-level cache, shared memory a block, number of multiprocessors, capability.
+
+    Without ``fused`` the generic kernels do all.
+    """
+    against_fused = functools.partial(_against_fused, capability, fused)
     return DeviceFacts(
         name=name,
-        tile_bytes=max(l2_bytes * 7 // 2, 64 << 20),
+        tile_bytes=max(l2_bytes * 37 // 10, 64 << 20),
         half_products=True,
         alpha_dtype="float64",
         sums_apart=frozenset({"weight", "bias"}),
         logits_multiple=8,  # rows of 16 bytes each, for tensor cores and wide loads
         active_bits=True,
-        scratch=functools.partial(_scratch, shared_bytes, multiprocessors),
+        scratch=functools.partial(_scratch, shared_bytes, multiprocessors, against_fused),
+        against_fused=against_fused,
+        row_multiple=STRIP_ROWS * multiprocessors,
     )
 
 
-H200 = device_facts("NVIDIA H200", l2_bytes=60 << 20, shared_bytes=227 << 10, multiprocessors=132)
+H200 = device_facts("NVIDIA H200", l2_bytes=60 << 20, shared_bytes=227 << 10, multiprocessors=132, capability="90")

@@ -48,6 +48,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
+def is_aligned_or_odd(array: DeviceArray) -> bool:
+    """Whether rows that are made of whole groups of 8 columns start on 16 bytes each."""
+    return array.shape[-1] % 8 != 0 or is_aligned(array)
+
+
 def is_aligned(array: DeviceArray) -> bool:
     """Whether every row starts on 16 bytes and is made of whole groups of 8 columns."""
     steps = (array.shape[-1], *array.strides[:-1])

@@ -14,6 +14,7 @@ import numpy as np
 
 from flash_rnnt_cupy.backends.cuda import tables
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
+from flash_rnnt_cupy.backends.cuda.facts import FUSED_ACTIVATIONS, FUSED_SHARED_BYTES, item_panels
 from flash_rnnt_cupy.plan import accumulator_dtype
 from flash_rnnt_cupy.problem import ACTIVATIONS
 from flash_rnnt_cupy.topology import RNNT, Logit, Topology
@@ -136,6 +137,44 @@ UPSTREAM_RECORD = _record(
 )
 
 
+FUSED_RECORD = _record(
+    "float32",
+    ("rows", tables.ROWS),
+    ("tile", tables.TILE),
+    ("encoder", "pointer"),
+    ("predictor", "pointer"),
+    ("encoder_offset_b", "pointer"),
+    ("predictor_offset_b", "pointer"),
+    ("encoder_step", np.int64),
+    ("predictor_step", np.int64),
+    ("slabs", "pointer"),
+    ("panel_bias", "pointer"),
+    ("labels", "pointer"),
+    ("label_start_b", "pointer"),
+    ("column_cn", "pointer"),
+    ("normalizer_n", "pointer"),
+    ("upstream_b", "pointer"),
+    ("hidden", "pointer"),
+    ("active", "pointer"),
+    ("grad_logits", "pointer"),
+    ("bias_partials", "pointer"),
+    ("grad_step", np.int64),
+    ("n_nodes", np.int64),
+    ("seed", np.uint64),
+    ("scale", "acc"),
+    ("threshold", np.uint32),
+    ("blank", np.int32),
+)
+PACK_RECORD = _record(
+    "float32",
+    ("weight", "pointer"),
+    ("bias", "pointer"),
+    ("slabs", "pointer"),
+    ("panel_bias", "pointer"),
+    ("keep", "acc"),
+)
+
+
 @functools.cache
 def joint_spec(state: str, work: str, acc: str, width: int, activation: str, dropout: bool, wide: bool) -> ModuleSpec:
     """joint.cu for these dtypes and this joint network."""
@@ -203,6 +242,50 @@ def convert_spec(source: str, target: str, acc: str, scaled: bool) -> ModuleSpec
     constants: Constants = (("FROM", source), ("TO", target), ("ACCUMULATOR", acc), ("SCALED", int(scaled)))
     records = (("ConvertParams", CONVERT_RECORD), ("UpstreamParams", UPSTREAM_RECORD))
     return ModuleSpec("convert.cu", constants, records)
+
+
+@functools.cache
+def fused_spec(entry: str, state: str, width: int, vocabulary: int, activation: str, dropout: bool) -> ModuleSpec:
+    """score_sm90.cu or grad_sm90.cu for this joint network."""
+    pair, operand = {"float16": ("f16x2", "f16"), "bfloat16": ("bf16x2", "bf16")}[state]
+    constants: Constants = (
+        ("STATE", state),
+        ("PAIR", f'"{pair}"'),
+        ("OPERAND", f'"{operand}"'),
+        ("WIDTH", width),
+        ("VOCABULARY", vocabulary),
+        ("ITEM_PANELS", item_panels(entry, vocabulary)),
+        ("ACTIVATION", activation),
+        ("DROPOUT", int(dropout)),
+        ("SHARED_BYTES", FUSED_SHARED_BYTES),
+    )
+    file = {"score": "score_sm90.cu", "grad_scores": "grad_sm90.cu"}[entry]
+    return ModuleSpec(file, constants, (("FusedParams", FUSED_RECORD),))
+
+
+@functools.cache
+def pack_spec(state: str, parameter: str, width: int, vocabulary: int) -> ModuleSpec:
+    """pack_sm90.cu for this output layer."""
+    constants: Constants = (
+        ("STATE", state),
+        ("PARAMETER", parameter),
+        ("WIDTH", width),
+        ("VOCABULARY", vocabulary),
+    )
+    return ModuleSpec("pack_sm90.cu", constants, (("PackParams", PACK_RECORD),))
+
+
+def fused_specs() -> Iterator[ModuleSpec]:
+    """The sources that compile for compute capability 9.0 alone, each option once."""
+    for entry in ("score", "grad_scores"):
+        for state in ("float16", "bfloat16"):
+            for width, vocabulary in ((640, 1024), (768, 4_100), (40, 29)):
+                for dropout in (False, True):
+                    yield fused_spec(entry, state, width, vocabulary, "relu", dropout)
+        for activation in FUSED_ACTIVATIONS:
+            yield fused_spec(entry, "float16", 512, 500, activation, True)
+    for parameter in ("float16", "float32", "float64"):
+        yield pack_spec("float16", parameter, 640, 1024)
 
 
 def all_specs() -> Iterator[ModuleSpec]:

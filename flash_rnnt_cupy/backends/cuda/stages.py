@@ -53,14 +53,15 @@ FORWARD_BLOCKS_PER_MULTIPROCESSOR = 8
 class Launch:
     """A kernel and its parameters, made ready once a call; only the tile changes."""
 
-    def __init__(self, driver: Driver, spec: ModuleSpec, entry: str, record: Record) -> None:
+    def __init__(self, driver: Driver, spec: ModuleSpec, entry: str, record: Record, shared_bytes: int = 0) -> None:
         self._kernel = driver.kernel(spec, entry, record)
         self._tile = record["tile"].view(np.int64)
+        self._shared_bytes = shared_bytes
 
     def __call__(self, tile: Tile, grid: Grid, block: Grid) -> None:
         """Runs it on a tile."""
         self._tile[:] = tile
-        self._kernel(grid, block, 0)
+        self._kernel(grid, block, self._shared_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +137,7 @@ def begin(
         made["index tables"] = allocate(plan.account["index tables"].shape, "int64")
         driver.upload(list(arrays.values()), made["index tables"])
     table = tables.addresses(arrays, made["index tables"].pointer)
-    call = CudaCall(
-        driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias
-    )
+    call = CudaCall(driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias)
     return dataclasses.replace(
         call,
         weight=_as_used(call, inputs.weight, "weight as multiplied"),
@@ -167,13 +166,13 @@ def _convert(call: CudaCall, source: DeviceArray, target: DeviceArray, scale: in
     """target = source * *scale, in the target's dtype."""
     record = np.zeros(1, CONVERT_RECORD)
     n = target.nbytes // ITEMSIZE[target.dtype]
-    _fill(record, {"from": source.pointer, "to": target.pointer, "scale": scale or 0, "n": n})
+    fill(record, {"from": source.pointer, "to": target.pointer, "scale": scale or 0, "n": n})
     spec = convert_spec(source.dtype, target.dtype, call.acc, scale is not None)
     if n:
         call.run(spec, "convert", (-(-n // (4 * THREADS)),), (THREADS,), record)
 
 
-def _fill(record: Record, values: Mapping[str, Any]) -> None:
+def fill(record: Record, values: Mapping[str, Any]) -> None:
     """Sets all fields at once, those without a value to zero; a record in a record is a tuple."""
     record[0] = tuple({**_zeros(record.dtype), **values}.values())
 
@@ -184,7 +183,7 @@ def _zeros(record: np.dtype[Any]) -> dict[str, Any]:
     return dict(zip(record.names or (), np.zeros((), record).item(), strict=True))
 
 
-def _rows_record(call: CudaCall) -> tuple[int, ...]:
+def rows_record(call: CudaCall) -> tuple[int, ...]:
     """The tables that say which rows are in work."""
     return tuple([call.table[name] for name in tables.ROWS.names or ()])
 
@@ -220,10 +219,10 @@ def _joint_launch(
         all(is_aligned(array) for array in rows if array is not None),
     )
     record = np.zeros(1, joint_record(call.acc))
-    _fill(
+    fill(
         record,
         {
-            "rows": _rows_record(call),
+            "rows": rows_record(call),
             "encoder": inputs.encoder.pointer,
             "predictor": inputs.predictor.pointer,
             "encoder_offset_b": call.table["encoder_offset_b"],
@@ -333,7 +332,7 @@ def _normalize_launch(
         wide=is_aligned(logits) and is_aligned(grad_logits) and _pointer(call.bias) % 16 == 0,
     )
     values = {
-        "rows": _rows_record(call),
+        "rows": rows_record(call),
         "logits": logits.pointer,
         "grad_logits": grad_logits.pointer,
         "logits_step_u": logits.strides[-2],
@@ -350,7 +349,7 @@ def _normalize_launch(
         "clamp": options.clamp or 0,
         "blank": problem.blank,
         "batch": problem.batch,
-        "bias_chunks": BLOCKS_PER_MULTIPROCESSOR * call.multiprocessors,
+        "bias_chunks": call.bias_partials.shape[0] if call.bias_partials is not None else 0,
     }
     if grid:
         in_place = grad_logits.pointer == logits.pointer
@@ -363,7 +362,7 @@ def _normalize_launch(
             "padded_states": logits.shape[2],
         }
     record = np.zeros(1, normalize_record(call.acc))
-    _fill(record, values)
+    fill(record, values)
     call.launches[key] = Launch(call.driver, spec, entry, record)
     return call.launches[key]
 
@@ -405,12 +404,25 @@ def normalize_backward(
             chunks = BLOCKS_PER_MULTIPROCESSOR * call.multiprocessors
             grid: Grid = (-(-problem.vocabulary // SUM_COLUMNS), chunks)
             _normalize_launch(call, "bias_partials", *arrays)(tile, grid, (32, WARPS))
-        if tile.row_end == call.rows.n_rows:
-            _normalize_launch(call, "bias_add", *arrays)(tile, (-(-problem.vocabulary // 32),), (32, WARPS))
+        add_bias_partials(call, tile, *arrays)
     if len(grad_logits.shape) == 4:
         cells = grad_logits.shape[1] * grad_logits.shape[2]
         grid = (-(-cells // WARPS), min(problem.batch, MAX_GRID_Y))
         _normalize_launch(call, "zero_padding", *arrays)(tile, grid, (THREADS,))
+
+
+def add_bias_partials(
+    call: CudaCall,
+    tile: Tile,
+    logits: DeviceArray,
+    lattice: Lattice,
+    grad_logits: DeviceArray,
+    grad_bias: DeviceArray | None,
+) -> None:
+    """After the last tile, the partial sums of all go to the bias's gradient."""
+    if tile.row_end == call.rows.n_rows:
+        launch = _normalize_launch(call, "bias_add", logits, lattice, grad_logits, grad_bias)
+        launch(tile, (-(-call.problem.vocabulary // 32),), (32, WARPS))
 
 
 def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, entry: str) -> None:
@@ -420,7 +432,7 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
     ring = ring_shape(problem, call.plan.rows.packing)
     ring_memory = _scratch(call, "recursion ring")  # kept until the launch
     record = np.zeros(1, recursion_record(call.acc))
-    _fill(
+    fill(
         record,
         {
             "node_start_b": call.table["node_start_b"],
@@ -457,7 +469,7 @@ def losses(call: CudaCall, log_likelihood_b: DeviceArray) -> DeviceArray:
     problem = call.problem
     losses_b: DeviceArray = call.allocate((problem.batch,), problem.loss_dtype)
     record = np.zeros(1, recursion_record(call.acc))
-    _fill(
+    fill(
         record,
         {
             "log_likelihood_b": log_likelihood_b.pointer,
@@ -484,7 +496,7 @@ def select_rows(call: CudaCall, lattice: Lattice) -> tuple[Rows, float]:
     selection = call.take("band selection")  # [2, F] words: dropped_f, then lo_f and hi_f
     dropped = selection.pointer
     record = np.zeros(1, SELECT_RECORD)
-    _fill(
+    fill(
         record,
         {
             "node_start_b": call.table["node_start_b"],
@@ -513,7 +525,7 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
     upstream = call.take("upstream")
     scale = upstream.pointer + ITEMSIZE[call.acc] * batch
     record = np.zeros(1, UPSTREAM_RECORD)
-    _fill(
+    fill(
         record,
         {
             "grad_losses_b": grad_losses_b.pointer,

@@ -42,6 +42,8 @@ FACTS = DeviceFacts(
     logits_multiple=1,
     active_bits=False,
     scratch=_scratch,
+    against_fused=lambda _: ("NumPy has none",),
+    row_multiple=1,
 )
 
 
