@@ -112,7 +112,7 @@ def prepare(
 class Call:
     """A checked and planned call; the tensors travel apart, so that autograd can free them.
 
-    The *stash* is what forward leaves for backward: columns [C, N], normalizers [G, N], alpha [N],
+    The *stash* is what forward leaves for backward: columns [C, N], normalizers [G, N], alpha,
     log-likelihoods [B] and, in untiled mode, hidden states [N, H] and logits [N, V].
     """
 
@@ -137,7 +137,7 @@ class Call:
         with _on(device):
             losses, saved = pipeline.forward(self.plan, self._inputs(tensors), self.backend, _allocator(device))
             lattice, kept = saved.lattice, saved.workspace
-            stash = [lattice.column_cn, lattice.normalizer_gn, lattice.alpha_n, saved.log_likelihood_b]
+            stash = [lattice.column_cn, lattice.normalizer_gn, lattice.alpha, saved.log_likelihood_b]
             stash += [kept.hidden, kept.logits] if kept else []
             return _tensor(losses), tuple(_tensor(buffer) for buffer in stash if buffer is not None)
 

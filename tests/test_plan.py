@@ -27,7 +27,8 @@ FACTS = DeviceFacts(
     name="a device",
     tile_bytes=1 << 20,
     half_products=True,
-    alpha_dtype="float32",
+    shared_bytes=0,
+    alpha_shape=lambda problem, packing: (problem.topology.reach, packing.n_nodes),
     sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
     scratch=scratch,
 )
@@ -223,7 +224,7 @@ def test_the_parts_of_an_account() -> None:
         "tile hidden": ((64, 60), "float16", "tile"),
         "tile logits": ((64, 100), "float16", "tile"),
         "normalizers": ((1, N), "float32", "saved"),
-        "alpha": ((N,), "float32", "saved"),
+        "alpha": ((1, N), "float64", "saved"),
         "gradient of encoder": ((2, 50, 60), "float16", "backward"),
         "sums of encoder": ((2, 50, 60), "float32", "backward"),
         "gradient of predictor": ((2, 31, 60), "float16", "backward"),

@@ -36,7 +36,8 @@ FACTS = DeviceFacts(
     name="CPU (NumPy)",
     tile_bytes=32 << 20,
     half_products=False,
-    alpha_dtype="float64",
+    shared_bytes=0,
+    alpha_shape=lambda _, packing: (packing.n_nodes,),
     sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
     scratch=_scratch,
 )
