@@ -144,7 +144,7 @@ class Call:
         with _on(device):
             losses, saved = pipeline.forward(self.plan, self._inputs(tensors), self.backend, _allocator(device))
             lattice, kept = saved.lattice, saved.workspace
-            columns = (lattice.column_cn, lattice.normalizer_gn, lattice.alpha_n, saved.log_likelihood_b)
+            columns = (lattice.column_cn, lattice.normalizer_gn, lattice.alpha, saved.log_likelihood_b)
             stash = dict(zip(LATTICE_PARTS, columns, strict=True)) | saved.call.kept
             if kept:
                 stash |= zip(TILE_PARTS, (kept.hidden, kept.logits, kept.active), strict=True)

@@ -452,6 +452,12 @@ extern "C" __global__ void __launch_bounds__(256) zero_padding(const __grid_cons
                         u < p.rows.state_start_b[b + 1] - p.rows.state_start_b[b];
     if (inside) continue;
     Logit* to = p.grad_logits + p.grad_offset_b[b] + t * p.grad_step_t + u * p.grad_step_u;
-    for (int v = threadIdx.x % kWarp; v < kVocabulary; v += kWarp) to[v] = narrow<Logit>(Acc(0));
+    const int lane = threadIdx.x % kWarp;
+    if (kWide) {
+      const Acc zeros[kVector] = {};
+      for (int v = lane * kVector; v < kVocabulary; v += kWarp * kVector) store_vector<kWide>(to + v, kVector, zeros);
+    } else {
+      for (int v = lane; v < kVocabulary; v += kWarp) to[v] = narrow<Logit>(Acc(0));
+    }
   }
 }

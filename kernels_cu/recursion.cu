@@ -5,10 +5,14 @@
 //              losses          -log_likelihood, and zero for +inf on request
 //            Graves 2012 (arXiv:1211.3711), eq. 16-18
 // Grid       an utterance a block; anti-diagonals d = t + u one after another, a state u a thread
-// Reads      column_cn [C, N] ACCUMULATOR, alpha_n [N] float64
-// Writes     alpha_n, log_likelihood_b; posteriors: column_cn in place (a thread's own node only)
-// Order      ring slot d % kRing == the running sums of diagonal d; a diagonal reads only earlier slots, and one
-//            __syncthreads() between diagonals covers both its reads and its writes
+// Reads      column_cn [C, N] ACCUMULATOR, checkpoints float64
+// Writes     checkpoints, log_likelihood_b; posteriors: column_cn in place (a thread's own node only)
+// Memory     sum_alignments keeps alpha of the first kReach diagonals of every `period`; posteriors computes it anew,
+//            by the same arithmetic, a period at a time from the last, and walks the period back with beta.
+//            A period reads scores of its own nodes only, which its betas overwrite afterwards
+// Order      ring slot d % kRing == the sums of diagonal d; window slot d - first == alpha of diagonal d in the
+//            period that begins at `first`. A diagonal reads only those before it, and one __syncthreads() between
+//            diagonals covers both its reads and its writes
 // Numbers    running sums in float64; for float32 lattices the exponential and logarithm of a log-add in float32.
 //            -inf is lawful anywhere; a NaN stays in its utterance. No atomics: the same bits every run
 #include "common.cuh"
@@ -22,28 +26,33 @@ struct RecursionParams {
   const i64* frame_start_b;  // [B + 1]
   const i64* state_start_b;  // [B + 1]
   Acc* column_cn;            // [C, N]
-  double* alpha_n;           // [N], or null: not wanted
+  double* checkpoints;       // those of utterance b from kReach (node_start / period + state_start) on, or null
   double* log_likelihood_b;  // [B]
   Acc* losses_b;             // [B]
-  double* ring;              // [B, kRing, max_states] where shared memory is too small, else null
+  double* diagonals;         // [B, kRing + period, max_states] where shared memory is too small, else null
   i64 n_nodes;
   double emit_weight;        // 1 + fastemit_lambda
+  int period;                // diagonals, at least kReach
   int max_states, batch, zero_infinity;
 };
 
 struct Utterance {
   int frames, states;        // T_b, U_b + 1
   i64 node_start;
+  double* checkpoints;       // [kReach, ceil(T_b / period), U_b + 1]
   double* ring;              // [kRing, max_states]
+  double* window;            // [period, max_states]
 };
 
-__device__ __forceinline__ Utterance utterance_of(const RecursionParams& p, double* shared_ring) {
+__device__ __forceinline__ Utterance utterance_of(const RecursionParams& p, double* shared_diagonals) {
   const int b = blockIdx.x;
   Utterance at;
   at.frames = static_cast<int>(p.frame_start_b[b + 1] - p.frame_start_b[b]);
   at.states = static_cast<int>(p.state_start_b[b + 1] - p.state_start_b[b]);
   at.node_start = p.node_start_b[b];
-  at.ring = p.ring ? p.ring + static_cast<i64>(b) * kRing * p.max_states : shared_ring;
+  at.checkpoints = p.checkpoints + kReach * (at.node_start / p.period + p.state_start_b[b]);
+  at.ring = p.diagonals ? p.diagonals + static_cast<i64>(b) * (kRing + p.period) * p.max_states : shared_diagonals;
+  at.window = at.ring + kRing * p.max_states;
   return at;
 }
 
@@ -69,72 +78,111 @@ __device__ __forceinline__ bool is_final(const Utterance& at, int t, int u) {
   return t == at.frames && u == at.states - 1;
 }
 
-// Scores of the arcs that lead into node (d - u, u), read at the nodes that they leave; -inf where there is none.
+// Runs step(d, u, ahead) for every state u of n diagonals, from d on by `step_d`. For the thread's first state `ahead`
+// holds what load(d, u, ahead) began to fetch kAhead diagonals before; begin_walk begins with the first ones.
+template <int step_d, class Ahead, class Load, class Step>
+__device__ __forceinline__ void walk(const Utterance& at, int d, int n, Ahead (&ahead)[kAhead], Load load,
+                                     Step step) {
+  const int first_u = threadIdx.x;
+  for (int base = 0; base < n; base += kAhead) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+      if (base + j < n) {  // the same for all threads
+        step(d, first_u, ahead[j]);
+        if (base + j + kAhead < n) load(d + step_d * kAhead, first_u, ahead[j]);
+        for (int u = first_u + blockDim.x; u < at.states; u += blockDim.x) {
+          Ahead now;
+          load(d, u, now);
+          step(d, u, now);
+        }
+        __syncthreads();
+        d += step_d;
+      }
+  }
+}
+template <int step_d, class Ahead, class Load>
+__device__ __forceinline__ void begin_walk(int d, int n, Ahead (&ahead)[kAhead], Load load) {
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j)
+    if (j < n) load(d + step_d * j, static_cast<int>(threadIdx.x), ahead[j]);
+}
+
+// Columns of the arcs that lead into a node, of the nodes that they leave; -inf where there is none.
+struct Incoming {
+  Acc column[kArcs][kColumns];
+};
+
 __device__ __forceinline__ void load_incoming(const RecursionParams& p, const Utterance& at, int d, int u,
-                                              double (&score)[kArcs]) {
+                                              Incoming& incoming) {
   const int t = d - u;
 #pragma unroll
   for (int k = 0; k < kArcs; ++k) {
-    score[k] = -infinity<double>();
     const int from_t = t - kArcDt[k], from_u = u - kArcDu[k];
-    if (!in_lattice(at, from_t, from_u) || (t >= at.frames && !kArcMayEnd[k])) continue;
+    const bool exists = in_lattice(at, from_t, from_u) && (t < at.frames || kArcMayEnd[k]);
     const i64 node = at.node_start + static_cast<i64>(from_t) * at.states + from_u;
-    Acc column[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
-      if (kArcColumns[k] >> c & 1) column[c] = p.column_cn[c * p.n_nodes + node];
-    score[k] = arc_score(k, column);
+      if (kArcColumns[k] >> c & 1)
+        incoming.column[k][c] = exists ? p.column_cn[c * p.n_nodes + node] : -infinity<Acc>();
   }
 }
 
-__device__ __forceinline__ void alpha_at(const RecursionParams& p, const Utterance& at, int d, int u,
-                                         const double (&score)[kArcs]) {
-  const int t = d - u;
-  if (!in_lattice(at, t, u) && !is_final(at, t, u)) return;
-  double alpha = d == 0 ? 0.0 : -infinity<double>();
+// Of a node or the end; before(dt + du) is alpha of the diagonal so far back.
+template <class Before>
+__device__ __forceinline__ double alpha_of(const Utterance& at, int t, int u, const Incoming& incoming,
+                                           Before before) {
+  double alpha = t + u == 0 ? 0.0 : -infinity<double>();
 #pragma unroll
   for (int k = 0; k < kArcs; ++k) {
-    const int from_t = t - kArcDt[k], from_u = u - kArcDu[k];
-    if (!in_lattice(at, from_t, from_u)) continue;
-    const int slot = (d - kArcDt[k] - kArcDu[k]) % kRing;
-    alpha = log_add(alpha, at.ring[slot * p.max_states + from_u] + score[k]);
+    const int from_u = u - kArcDu[k];
+    if (!in_lattice(at, t - kArcDt[k], from_u)) continue;
+    alpha = log_add(alpha, before(kArcDt[k] + kArcDu[k])[from_u] + arc_score(k, incoming.column[k]));
   }
-  at.ring[d % kRing * p.max_states + u] = alpha;
-  if (is_final(at, t, u))
-    p.log_likelihood_b[blockIdx.x] = alpha;
-  else if (p.alpha_n)
-    p.alpha_n[at.node_start + static_cast<i64>(t) * at.states + u] = alpha;
+  return alpha;
+}
+
+// Where alpha of node (d - u, u) is kept, `slot` == d % period < kReach: frames [i period, (i + 1) period) of a state
+// have one such node.
+__device__ __forceinline__ double* checkpoint_of(const RecursionParams& p, const Utterance& at, int slot, int d,
+                                                 int u) {
+  const int per_state = (at.frames + p.period - 1) / p.period;
+  return at.checkpoints + (static_cast<i64>(slot) * per_state + (d - u) / p.period) * at.states + u;
 }
 
 extern "C" __global__ void __launch_bounds__(1024) sum_alignments(const __grid_constant__ RecursionParams p) {
-  DYNAMIC_SHARED(double, shared_ring);
-  const Utterance at = utterance_of(p, shared_ring);
-  const int last = at.frames + at.states - 1, first_u = threadIdx.x;
-  double ahead[kAhead][kArcs];
-#pragma unroll
-  for (int j = 0; j < kAhead; ++j) load_incoming(p, at, j, first_u, ahead[j]);
-  for (int base = 0; base <= last; base += kAhead) {
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int d = base + j;
-      if (d <= last) {  // the same for all threads
-        alpha_at(p, at, d, first_u, ahead[j]);
-        load_incoming(p, at, d + kAhead, first_u, ahead[j]);
-        for (int u = first_u + blockDim.x; u < at.states; u += blockDim.x) {
-          double score[kArcs];
-          load_incoming(p, at, d, u, score);
-          alpha_at(p, at, d, u, score);
-        }
-        __syncthreads();
-      }
-    }
-  }
+  DYNAMIC_SHARED(double, shared_diagonals);
+  const Utterance at = utterance_of(p, shared_diagonals);
+  const int n_diagonals = at.frames + at.states;  // with the end's
+  Incoming ahead[kAhead];
+  const auto load = [&](int d, int u, Incoming& incoming) { load_incoming(p, at, d, u, incoming); };
+  begin_walk<1>(0, n_diagonals, ahead, load);
+  walk<1>(at, 0, n_diagonals, ahead, load, [&](int d, int u, const Incoming& incoming) {
+    const bool ends = is_final(at, d - u, u);
+    if (!in_lattice(at, d - u, u) && !ends) return;
+    const double alpha =
+        alpha_of(at, d - u, u, incoming, [&](int back) { return at.ring + (d - back) % kRing * p.max_states; });
+    at.ring[d % kRing * p.max_states + u] = alpha;
+    const int slot = d % p.period;
+    if (ends)
+      p.log_likelihood_b[blockIdx.x] = alpha;
+    else if (p.checkpoints && slot < kReach)
+      *checkpoint_of(p, at, slot, d, u) = alpha;
+  });
 }
 
-// What a node's own step needs: its columns and alpha.
+// Alpha of the first diagonals of the period that begins at `first`.
+__device__ __forceinline__ void restore(const RecursionParams& p, const Utterance& at, int first) {
+#pragma unroll
+  for (int slot = 0; slot < kReach; ++slot)
+    for (int u = threadIdx.x; u < at.states; u += blockDim.x)
+      if (in_lattice(at, first + slot - u, u))
+        at.window[slot * p.max_states + u] = *checkpoint_of(p, at, slot, first + slot, u);
+  __syncthreads();
+}
+
+// A node's own columns.
 struct Own {
   Acc column[kColumns];
-  double alpha;
 };
 
 __device__ __forceinline__ void load_own(const RecursionParams& p, const Utterance& at, int d, int u, Own& own) {
@@ -143,13 +191,11 @@ __device__ __forceinline__ void load_own(const RecursionParams& p, const Utteran
   const i64 node = at.node_start + static_cast<i64>(t) * at.states + u;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) own.column[c] = p.column_cn[c * p.n_nodes + node];
-  own.alpha = p.alpha_n[node];
 }
 
 __device__ __forceinline__ void beta_at(const RecursionParams& p, const Utterance& at, int d, int u, const Own& own,
-                                        double total) {
+                                        double alpha, double total) {
   const int t = d - u;
-  if (!in_lattice(at, t, u)) return;
   double beta = -infinity<double>();
   Acc posterior[kColumns] = {};
 #pragma unroll
@@ -161,7 +207,7 @@ __device__ __forceinline__ void beta_at(const RecursionParams& p, const Utteranc
     const double mass = arc_score(k, own.column) + (ends ? 0.0 : at.ring[slot * p.max_states + to_u]);
     beta = log_add(beta, mass);
     const Acc weight = kArcDu[k] > 0 ? static_cast<Acc>(p.emit_weight) : Acc(1);
-    const Acc arc_posterior = weight * exp(static_cast<Acc>(own.alpha + mass - total));
+    const Acc arc_posterior = weight * exp(static_cast<Acc>(alpha + mass - total));
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
       if (kArcColumns[k] >> c & 1) posterior[c] += arc_posterior;
@@ -173,29 +219,29 @@ __device__ __forceinline__ void beta_at(const RecursionParams& p, const Utteranc
 }
 
 extern "C" __global__ void __launch_bounds__(1024) posteriors(const __grid_constant__ RecursionParams p) {
-  DYNAMIC_SHARED(double, shared_ring);
-  const Utterance at = utterance_of(p, shared_ring);
-  const int last = at.frames + at.states - 2, first_u = threadIdx.x;
+  DYNAMIC_SHARED(double, shared_diagonals);
+  const Utterance at = utterance_of(p, shared_diagonals);
   const double log_likelihood = p.log_likelihood_b[blockIdx.x];
   const double total = log_likelihood == -infinity<double>() ? 0.0 : log_likelihood;  // then every mass is -inf
-  Own ahead[kAhead];
-#pragma unroll
-  for (int j = 0; j < kAhead; ++j) load_own(p, at, last - j, first_u, ahead[j]);
-  for (int base = last; base >= 0; base -= kAhead) {
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int d = base - j;
-      if (d >= 0) {
-        beta_at(p, at, d, first_u, ahead[j], total);
-        load_own(p, at, d - kAhead, first_u, ahead[j]);
-        for (int u = first_u + blockDim.x; u < at.states; u += blockDim.x) {
-          Own own;
-          load_own(p, at, d, u, own);
-          beta_at(p, at, d, u, own, total);
-        }
-        __syncthreads();
-      }
-    }
+  const auto incoming = [&](int d, int u, Incoming& ahead) { load_incoming(p, at, d, u, ahead); };
+  const auto own = [&](int d, int u, Own& ahead) { load_own(p, at, d, u, ahead); };
+  const int n_diagonals = at.frames + at.states - 1;
+  int first = (n_diagonals - 1) / p.period * p.period, end = n_diagonals;
+  Incoming ahead[kAhead];
+  begin_walk<1>(first + kReach, end - first - kReach, ahead, incoming);
+  for (; first >= 0; end = first, first -= p.period) {
+    Own behind[kAhead];
+    begin_walk<-1>(end - 1, end - first, behind, own);
+    restore(p, at, first);
+    walk<1>(at, first + kReach, end - first - kReach, ahead, incoming, [&](int d, int u, const Incoming& now) {
+      double* alpha = at.window + (d - first) * p.max_states;
+      if (in_lattice(at, d - u, u))
+        alpha[u] = alpha_of(at, d - u, u, now, [&](int back) { return alpha - back * p.max_states; });
+    });
+    begin_walk<1>(first - p.period + kReach, p.period - kReach, ahead, incoming);  // of the period before
+    walk<-1>(at, end - 1, end - first, behind, own, [&](int d, int u, const Own& now) {
+      if (in_lattice(at, d - u, u)) beta_at(p, at, d, u, now, at.window[(d - first) * p.max_states + u], total);
+    });
   }
 }
 

@@ -19,12 +19,16 @@ import pytest
 
 from flash_rnnt_cupy import api, backends, validate
 from flash_rnnt_cupy.backends import Backend, Lattice
+from flash_rnnt_cupy.backends.cuda import facts
 from flash_rnnt_cupy.plan import Plan, Rows, accumulator_dtype, make_plan
+from flash_rnnt_cupy.problem import Form, Inputs, Options, Problem
+from flash_rnnt_cupy.topology import Topology
 from tests import shim
 from tests.conftest import BackendUnderTest
 from tests.oracles.checks import assert_close
 from tests.problems import FRAMES, LABELS, Array, Joint, draw_joint, dtype_of, epsilon
 from tests.shim.backend import SANITIZE, SHARED_BYTES, make_numpy_backend
+from tests.test_topology import CASES as TOPOLOGIES
 
 pytestmark = pytest.mark.skipif(bool(shim.missing()), reason=shim.missing())
 
@@ -176,7 +180,6 @@ class Walk:
             getattr(ours, name)[...] = getattr(truth, name)
         for side in self.sides:
             side.backend.sum_alignments(side.call, side.lattice, side.log_likelihood_b)
-        self.compare("alpha", ours.alpha_n, truth.alpha_n, acc)
         self.compare("log-likelihoods", self.ours.log_likelihood_b, self.truth.log_likelihood_b, acc)
         losses = [side.backend.losses(side.call, side.log_likelihood_b) for side in self.sides]
         self.compare("losses", losses[0], losses[1], acc)
@@ -253,6 +256,44 @@ def test_no_stage_reads_or_writes_out_of_bounds() -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     assert f"{len(SANITIZED)} passed" in done.stdout
+
+
+# ---- alpha, kept of some diagonals ---------------------------------------------------------------------------------
+
+LONG, MANY = (41, 1, 20, 3, 17), (11, 5, 0, 19, 14)  # frames and labels: several periods, and less than one
+
+
+def recursion(backend: Backend, topology: Topology, dtype: str) -> tuple[Array, Array, int]:
+    """Log-likelihoods and posteriors of the same random columns, and how many numbers of alpha were kept."""
+    problem = Problem(Form.LOGITS, topology, np.array(LONG), np.array(MANY), 9, 0, dtype, {}, options=Options())
+    plan = make_plan(problem, backend.facts, gradients=frozenset({"logits"}))
+    columns = np.random.default_rng(0).uniform(-3, -0.1, plan.account["scores"].shape).astype(dtype)
+    call = backend.begin(plan, Inputs(np.zeros((len(LONG), max(MANY)), np.int64), logits=columns), backend.allocate)
+    alpha = np.full(plan.account["alpha"].shape, np.nan)
+    lattice, log_likelihood_b = Lattice(columns, None, alpha), np.full(len(LONG), np.nan)
+    backend.sum_alignments(call, lattice, log_likelihood_b)
+    backend.posteriors(call, lattice, log_likelihood_b)
+    return log_likelihood_b, columns, alpha.size
+
+
+@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("topology", [case.topology for case in TOPOLOGIES.values()], ids=TOPOLOGIES.keys())
+def test_alpha_of_few_diagonals_gives_the_bits_of_all(
+    topology: Topology, dtype: str, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *expected, n_nodes = recursion(backends.load("numpy", "cpu"), topology, dtype)
+    monkeypatch.setattr(facts, "PERIOD", 1)
+    *every, _ = recursion(make_numpy_backend(shared_bytes=shared_bytes), topology, dtype)
+    for ours, truth in zip(every, expected, strict=True):
+        assert_close(ours, truth, rtol=1e-5 if dtype == "float32" else 1e-12, atol=1e-6)
+    for period in (5, 16):
+        monkeypatch.setattr(facts, "PERIOD", period)
+        for reverse in (False, True):
+            *few, kept = recursion(make_numpy_backend(reverse, shared_bytes), topology, dtype)
+            assert kept <= topology.reach * (n_nodes // period + sum(MANY) + len(MANY))
+            for ours, same in zip(few, every, strict=True):
+                np.testing.assert_array_equal(ours, same)
 
 
 # ---- the shared suite ------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_the_recursion_alone_gives_losses_and_column_posteriors(case: Case) -> N
     lattice = Lattice(column_cn, None, np.full(packing.n_nodes, np.nan))
     log_likelihood_b = np.full(len(FRAMES), np.nan)
     recursion.sum_alignments(call, lattice, log_likelihood_b)
-    assert not np.isnan(lattice.alpha_n).any()
+    assert not np.isnan(lattice.alpha).any()
     recursion.posteriors(call, lattice, log_likelihood_b)
     for b, grid in enumerate(grids):
         found = case.paths(grid, targets[b, : LABELS[b]].tolist())

@@ -27,12 +27,13 @@ class Lattice:
 
     column_cn     [C, N]  log-probability of each column; after ``posteriors`` its posterior, in place
     normalizer_gn [G, N]  log-sum-exp of each softmax group, less its largest score; None where no gradient is wanted
-    alpha_n       [N]     log of the mass that reaches the node      likewise
+    alpha                 log of the mass that reaches the node: of all [N], or of as many as the backend needs to
+                          compute the others anew                   likewise
     """
 
     column_cn: Buffer
     normalizer_gn: Buffer | None
-    alpha_n: Buffer | None
+    alpha: Buffer | None
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def _parts(
     ]
     if gradients:
         parts.append(Part("normalizers", (len(problem.topology.groups), n_nodes), lattice_dtype, Life.SAVED))
-        parts.append(Part("alpha", (n_nodes,), facts.alpha_dtype, Life.SAVED))
+        parts.append(Part("alpha", facts.alpha_shape(problem, packing), "float64", Life.SAVED))
     if joint and problem.parameter_dtype != work and (gradients or not fused):
         parts.append(Part("weight as multiplied", (vocabulary, width), work, Life.SAVED))
     if "bias" in problem.shapes and problem.parameter_dtype != lattice_dtype and not fused:

@@ -17,7 +17,8 @@ class DeviceFacts:
     name             for people
     tile_bytes       buffers of a tile that "auto" aims at: what the caches hold
     half_products    float16 and bfloat16 are multiplied as they are; otherwise in float32
-    alpha_dtype      in which the forward variable is kept
+    shared_bytes     memory that the threads of a block share; 0 where there are no blocks
+    alpha_shape      of what is kept of the forward variable, in float64
     sums_apart       gradients that are summed in a buffer of their own, if their dtype is not the accumulator's
     logits_multiple  columns of a tile's logits are padded to a multiple of it
     active_bits      `joint_forward` tells `joint_backward` which hidden units count, in a bit each
@@ -30,7 +31,8 @@ class DeviceFacts:
     name: str
     tile_bytes: int
     half_products: bool
-    alpha_dtype: str
+    shared_bytes: int
+    alpha_shape: Callable[[Problem, Packing], tuple[int, ...]]
     sums_apart: frozenset[str]
     logits_multiple: int
     active_bits: bool

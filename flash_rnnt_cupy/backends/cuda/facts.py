@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, accumulator_dtype
 from flash_rnnt_cupy.problem import Form, Problem
 from flash_rnnt_cupy.topology import RNNT
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # of normalize_backward; each keeps partial sums of the bias gradient
+PERIOD = 16  # anti-diagonals; alpha is kept of one in so many
 
 # Of the fused kernels, see fused.cuh.
 STRIP_ROWS, PANEL_COLUMNS, SLAB_COLUMNS = 128, 128, 64
@@ -57,10 +59,34 @@ def frame_words(packing: Packing) -> int:
     return packing.n_frames + 1 + -(-packing.n_frames // 2)
 
 
-def ring_shape(problem: Problem, packing: Packing) -> tuple[int, int, int]:
-    """Running sums of the recursion, where shared memory cannot hold them: [B, reach + 1, max U1]."""
-    longest = int(packing.states_b.max(initial=1))
-    return problem.batch, problem.topology.reach + 1, longest
+class Diagonals(NamedTuple):
+    """How the recursion keeps its sums.
+
+    max_states  of a diagonal, max U1
+    ring        diagonals that a step looks at: reach + 1
+    period      alpha is kept of ``reach`` diagonals in every ``period``, and computed anew a period at a time
+    shared      whether a block's ring and period fit shared memory
+    """
+
+    max_states: int
+    ring: int
+    period: int
+    shared: bool
+
+
+def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonals:
+    """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD."""
+    max_states, reach = int(packing.states_b.max(initial=1)), problem.topology.reach
+    fitting = shared_bytes // (8 * max_states) - (reach + 1)
+    shared = fitting >= reach
+    wanted = max(PERIOD, reach)
+    return Diagonals(max_states, reach + 1, min(fitting, wanted) if shared else wanted, shared)
+
+
+def _alpha_shape(shared_bytes: int, problem: Problem, packing: Packing) -> tuple[int, ...]:
+    """Of U1_b states one frame in `period`, rounded up: room for that without a table of where utterances begin."""
+    period = diagonals(shared_bytes, problem, packing).period
+    return (problem.topology.reach, packing.n_nodes // period + int(packing.state_start_b[-1]))
 
 
 def _scratch(
@@ -73,15 +99,15 @@ def _scratch(
 ) -> tuple[Part, ...]:
     dtype, fused = accumulator_dtype(problem.dtype), not against_fused(problem)
     parts = [Part("index tables", (index_words(packing),), "int64", Life.SAVED)]
-    ring = ring_shape(problem, packing)
-    if 8 * ring[1] * ring[2] > shared_bytes:
-        parts.append(Part("recursion ring", ring, "float64", Life.TILE))
+    longest, ring, period, shared = diagonals(shared_bytes, problem, packing)
+    if not shared:
+        parts.append(Part("recursion diagonals", (problem.batch, ring + period, longest), "float64", Life.TILE))
     if gradients:
         parts.append(Part("upstream", (problem.batch + 1,), dtype, Life.BACKWARD))
     if gradients and problem.form is Form.JOINT and problem.options.min_occupancy > 0:
         parts.append(Part("band tables", (frame_words(packing),), "int64", Life.BACKWARD))
         parts.append(Part("band selection", (2, packing.n_frames), "int64", Life.BACKWARD))
-    width, longest = problem.joint_width, ring[2]
+    width = problem.joint_width
     for name, carry in (("encoder", (2, width)), ("predictor", (2, longest, width))):
         if name in gradients and problem.form is Form.JOINT:
             parts.append(Part(f"{name} carry", carry, dtype, Life.BACKWARD))
@@ -108,7 +134,8 @@ def device_facts(
         name=name,
         tile_bytes=max(l2_bytes * 37 // 10, 64 << 20),
         half_products=True,
-        alpha_dtype="float64",
+        shared_bytes=shared_bytes,
+        alpha_shape=functools.partial(_alpha_shape, shared_bytes),
         sums_apart=frozenset({"weight", "bias"}),
         logits_multiple=8,  # rows of 16 bytes each, for tensor cores and wide loads
         active_bits=True,

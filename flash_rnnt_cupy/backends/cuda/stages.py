@@ -18,7 +18,7 @@ from flash_rnnt_cupy.backends import Allocate, Lattice
 from flash_rnnt_cupy.backends.cuda import tables
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
 from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Record
-from flash_rnnt_cupy.backends.cuda.facts import BLOCKS_PER_MULTIPROCESSOR, ring_shape
+from flash_rnnt_cupy.backends.cuda.facts import BLOCKS_PER_MULTIPROCESSOR, diagonals
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
 from flash_rnnt_cupy.backends.cuda.specs import (
     CONVERT_RECORD,
@@ -239,7 +239,7 @@ def _joint_launch(
             "predictor_carry": _pointer(call.predictor_carry),
             "grad_scale": call.grad_scale,
             "tile_rows": call.plan.tile_rows,
-            "predictor_carry_size": ring_shape(problem, call.rows.packing)[2] * problem.joint_width,
+            "predictor_carry_size": int(call.rows.packing.states_b.max(initial=1)) * problem.joint_width,
             "seed": problem.options.seed,
             "threshold": problem.options.drop_below,
         },
@@ -429,8 +429,8 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
     problem = call.problem
     if problem.batch == 0:
         return
-    ring = ring_shape(problem, call.plan.rows.packing)
-    ring_memory = _scratch(call, "recursion ring")  # kept until the launch
+    max_states, ring, period, shared = diagonals(call.plan.facts.shared_bytes, problem, call.plan.rows.packing)
+    memory = None if shared else call.take("recursion diagonals")  # kept until the launch
     record = np.zeros(1, recursion_record(call.acc))
     fill(
         record,
@@ -439,19 +439,20 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
             "frame_start_b": call.table["frame_start_b"],
             "state_start_b": call.table["state_start_b"],
             "column_cn": lattice.column_cn.pointer,
-            "alpha_n": _pointer(lattice.alpha_n),
+            "checkpoints": _pointer(lattice.alpha),
             "log_likelihood_b": log_likelihood_b.pointer,
-            "ring": _pointer(ring_memory),
+            "diagonals": _pointer(memory),
             "n_nodes": call.plan.rows.n_rows,
             "emit_weight": 1 + problem.options.fastemit_lambda,
-            "max_states": ring[2],
+            "period": period,
+            "max_states": max_states,
             "batch": problem.batch,
         },
     )
-    threads = min(-(-ring[2] // 32) * 32, MAX_STATE_THREADS)
-    shared_bytes = 0 if ring_memory is not None else 8 * ring[1] * ring[2]
+    threads = min(-(-max_states // 32) * 32, MAX_STATE_THREADS)
+    slots = ring + period if entry == "posteriors" else ring
     spec = recursion_spec(problem.topology, call.acc)
-    call.run(spec, entry, (problem.batch,), (threads,), record, shared_bytes)
+    call.run(spec, entry, (problem.batch,), (threads,), record, 8 * slots * max_states if shared else 0)
 
 
 def sum_alignments(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray) -> None:

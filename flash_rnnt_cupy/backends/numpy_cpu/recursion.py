@@ -33,8 +33,8 @@ def sum_alignments(call: NumpyCall, lattice: Lattice, log_likelihood_b: Array) -
         log_likelihood_b[ends] = reached[ends, call.packing.labels_b[ends]]
         live, node = _nodes(call, d)
         alpha = np.where(live, reached, -np.inf)
-        if lattice.alpha_n is not None:
-            lattice.alpha_n[node[live]] = alpha[live]
+        if lattice.alpha is not None:
+            lattice.alpha[node[live]] = alpha[live]
         columns = _columns(lattice, live, node)
         for arc in call.problem.topology.arcs:
             mass = alpha + _score(call, arc, columns, d)
@@ -55,8 +55,8 @@ def posteriors(call: NumpyCall, lattice: Lattice, log_likelihood_b: Array) -> No
         live, node = _nodes(call, d)
         columns = _columns(lattice, live, node)
         before = np.full(live.shape, -np.inf)  # alpha
-        assert lattice.alpha_n is not None
-        before[live] = lattice.alpha_n[node[live]]
+        assert lattice.alpha is not None
+        before[live] = lattice.alpha[node[live]]
         beta = np.full(live.shape, -np.inf)
         column_posteriors = np.zeros_like(columns)
         for arc in topology.arcs:
