@@ -22,13 +22,28 @@ def exact(array: np.ndarray) -> cupy.ndarray:
 def main() -> None:
     cupy.cuda.set_allocator(None)  # no pool: every buffer an allocation
     random = np.random.default_rng(0)
-    for dtype, H, V in (("float16", 16, 24), ("float32", 13, 11), ("float64", 8, 2_100)):
+    cases = (
+        ("float16", 16, 24, "cuda"),
+        ("float16", 72, 300, "cuda"),
+        ("float16", 16, 24, "cuda-generic"),
+        ("float32", 13, 11, "cuda"),
+        ("float64", 8, 2_100, "cuda"),
+    )
+    for dtype, H, V, backend in cases:
         shapes = ((3, 7, H), (3, 10, H), (V, H), (V,))
         arrays = [exact(random.normal(size=shape).astype(dtype)) for shape in shapes]
         labels = random.integers(0, V - 1, (3, 9))
         for tile_rows in (4, 7, None):
             losses, gradients = frc.joint_rnnt_loss_and_grad(
-                *arrays, labels, FRAMES, LABELS, dropout=0.1, seed=3, tile_rows=tile_rows, reduction="none"
+                *arrays,
+                labels,
+                FRAMES,
+                LABELS,
+                dropout=0.1,
+                seed=3,
+                tile_rows=tile_rows,
+                reduction="none",
+                backend=backend,
             )
             assert np.isfinite(losses.get()).all()
             assert np.isfinite(gradients.weight.get()).all()

@@ -1,0 +1,177 @@
+"""The fused kernels: when they are chosen, what they save, and that they agree with the generic ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flash_rnnt_cupy as frc
+from flash_rnnt_cupy import backends
+from flash_rnnt_cupy.backends.cuda.facts import H200, device_facts
+from flash_rnnt_cupy.plan import Life, make_plan
+from flash_rnnt_cupy.problem import Form, Options, Problem
+from flash_rnnt_cupy.topology import RNNT
+from tests.oracles.checks import assert_close
+from tests.problems import Joint, draw_joint
+
+NO_GPU = backends.unavailable("cuda")
+on_gpu = pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
+
+
+def problem(H: int = 640, V: int = 1024, dtype: str = "float16", **options: Any) -> Problem:
+    shapes = {"encoder": (2, 500, H), "predictor": (2, 101, H), "weight": (V, H), "bias": (V,)}
+    lengths = np.array([500, 400]), np.array([100, 90])
+    return Problem(Form.JOINT, RNNT, *lengths, V, 0, dtype, shapes, Options(**options), H, "float32")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (problem(dtype="float32"), "states are float32"),
+        (problem(H=20), "H is 20"),
+        (problem(H=776), "H is 776"),
+        (problem(activation="gelu"), "activation is gelu"),
+        (problem(clamp=1.0), "clamped"),
+        (dataclasses.replace(problem(), topology=dataclasses.replace(RNNT, name="another")), "loss is another"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_plan_says_why_it_is_not_fused(case: Problem, reason: str) -> None:
+    plan = make_plan(case, H200)
+    assert not plan.fused
+    assert reason in str(plan)
+
+
+def test_other_devices_have_no_fused_kernels() -> None:
+    facts = device_facts("A100", l2_bytes=40 << 20, shared_bytes=163 << 10, multiprocessors=108, capability="80")
+    assert "compute capability 8.0, not 9.0" in str(make_plan(problem(), facts))
+
+
+@pytest.mark.parametrize("tile_rows", ["auto", None, 1000])
+def test_forward_of_a_fused_plan_has_no_tile(tile_rows: Any) -> None:
+    plan = make_plan(problem(), H200, tile_rows)
+    assert plan.fused
+    assert "fused kernels" in str(plan)
+    assert "fused kernels" in str(plan.account)
+    assert not plan.untiled
+    tiled = [part for part in plan.account.parts if part.name.startswith("tile ")]
+    assert {part.life for part in tiled} == {Life.BACKWARD}
+    assert len(tiled) == 3
+    n_nodes = 500 * 101 + 400 * 91
+    per_node = plan.account.forward_bytes - make_plan(problem(), H200, gradients=frozenset()).account.given_bytes
+    assert per_node < 20 * n_nodes + (4 << 20)  # no R V, no R H: lattice, tables, packed weight
+
+
+def test_auto_tiles_of_a_fused_plan_fill_the_device() -> None:
+    assert (
+        make_plan(problem(), H200).tile_rows % 128 == 0 or make_plan(problem(), H200).tile_rows == 500 * 101 + 400 * 91
+    )
+    many = dataclasses.replace(problem(), frames_b=np.full(64, 500), labels_b=np.full(64, 100))
+    assert make_plan(many, H200).tile_rows % (128 * 132) == 0
+    wide = dataclasses.replace(many, vocabulary=50_000, shapes={**many.shapes, "weight": (50_000, 640)})
+    assert make_plan(wide, H200).tile_rows % 128 == 0
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Every buffer starts as NaN, or -1."""
+    import cupy  # noqa: PLC0415
+
+    pool = cupy.cuda.MemoryPool()
+
+    def allocate(size: int) -> Any:
+        memory = pool.malloc(size)
+        if size:
+            memory.memset_async(0xFF, size)
+        return memory
+
+    with cupy.cuda.using_allocator(allocate):
+        yield
+
+
+def run(case: Joint, backend: str, **options: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    import cupy  # noqa: PLC0415
+
+    arrays = [cupy.asarray(array) for array in case.args[:4]]
+    losses, gradients = frc.joint_rnnt_loss_and_grad(
+        *arrays, *case.args[4:], blank=case.blank, reduction="none", backend=backend, **options
+    )
+    names = ("encoder", "predictor", "weight", "bias")
+    return losses.get(), {name: getattr(gradients, name).get() for name in names}
+
+
+# Few, since each pair is compiled: one panel, two, an odd number, several items a strip; slabs with and without a rest.
+NETWORKS = [(8, 2), (64, 29), (72, 128), (128, 129), (200, 300), (640, 1024), (768, 513), (96, 4_100)]
+
+
+@on_gpu
+@pytest.mark.parametrize(("H", "V"), NETWORKS)
+def test_random_ragged_batches_agree_with_the_generic_kernels(H: int, V: int) -> None:
+    random = np.random.default_rng(H + V)
+    with poisoned_memory():
+        for trial in range(125):
+            batch = int(random.integers(1, 6))
+            frames = random.integers(1, 41 if trial % 5 else 200, batch).tolist()
+            labels = random.integers(0, 21 if trial % 5 else 90, batch).tolist()
+            dtype = "bfloat16" if H == 200 else "float16"
+            case = draw_joint(
+                frames, labels, H=H, V=V, dtype=dtype, scale=H**-0.5, seed=trial, blank=int(random.integers(V))
+            )
+            options = {
+                "dropout": float(random.choice([0.0, 0.1, 0.5, 0.9])),
+                "seed": int(random.integers(2**62)),
+                "min_occupancy": float(random.choice([0.0, 1e-8, 1e-2])),
+                "tile_rows": [None, "auto", int(random.integers(1, 400))][trial % 3],
+                "fastemit_lambda": float(random.choice([0.0, 0.5])),
+            }
+            losses, gradients = run(case, "cuda", **options)
+            generic_losses, generic = run(case, "cuda-generic", **options)
+            tolerance = 4e-2 if dtype == "bfloat16" else 5e-3
+            assert_close(losses, generic_losses, rtol=tolerance, atol=tolerance, names="losses")
+            for name, gradient in gradients.items():
+                theirs = generic[name].astype(np.float64)
+                atol = tolerance * float(np.abs(theirs).max(initial=0.0)) + 1e-7
+                assert_close(gradient.astype(np.float64), theirs, rtol=tolerance, atol=atol, names=f"{name} {trial}")
+
+
+@on_gpu
+@pytest.mark.parametrize(("H", "V"), [(64, 29), (128, 129), (200, 300)])
+def test_no_number_of_rows_hangs(H: int, V: int) -> None:
+    for n in range(1, 301):
+        case = draw_joint([n], [0], H=H, V=V, dtype="float16", seed=n)
+        losses, gradients = run(case, "cuda", dropout=0.1, seed=n)
+        assert np.isfinite(losses).all()
+        assert np.isfinite(gradients["weight"]).all()
+
+
+@on_gpu
+def test_two_runs_of_the_fused_kernels_give_the_same_bits() -> None:
+    case = draw_joint([300, 211, 40], [60, 33, 80], H=640, V=1024, dtype="float16")
+    first = run(case, "cuda", dropout=0.1, seed=7, tile_rows=5_000)
+    for _ in range(3):
+        losses, gradients = run(case, "cuda", dropout=0.1, seed=7, tile_rows=5_000)
+        np.testing.assert_array_equal(losses, first[0])
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(gradient, first[1][name], err_msg=name)
+
+
+@on_gpu
+def test_states_that_start_between_16_bytes_are_lawful() -> None:
+    import cupy  # noqa: PLC0415
+
+    case = draw_joint([20, 11], [6, 9], H=64, V=50, dtype="float16")
+    expected, _ = run(case, "cuda")
+    odd = cupy.zeros(case.encoder.size + 1, "float16")[1:].reshape(case.encoder.shape)
+    odd[:] = cupy.asarray(case.encoder)
+    losses = frc.joint_rnnt_loss(
+        odd, *map(cupy.asarray, case.args[1:4]), *case.args[4:], blank=case.blank, reduction="none"
+    )
+    np.testing.assert_array_equal(losses.get(), expected)
