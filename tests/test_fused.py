@@ -128,7 +128,7 @@ def test_random_ragged_batches_agree_with_the_generic_kernels(H: int, V: int) ->
             options = {
                 "dropout": float(random.choice([0.0, 0.1, 0.5, 0.9])),
                 "seed": int(random.integers(2**62)),
-                "min_occupancy": float(random.choice([0.0, 1e-8, 1e-2])),
+                "min_occupancy": float(random.choice([0.0, 1e-8, 1e-4])),
                 "tile_rows": [None, "auto", int(random.integers(1, 400))][trial % 3],
                 "fastemit_lambda": float(random.choice([0.0, 0.5])),
             }
