@@ -35,21 +35,19 @@ def transducer_loss(
     if torch.compiler.is_compiling():
         seed_tensor = _signed(seed or 0) if drawn is None else drawn
         losses, weights = _traced(settings, tensors, integers, seed_tensor, any(wanted))
-    else:
-        call = prepare(settings, tensors, wanted, integers, seed if drawn is None else int(drawn), overwrite_logits)
-        losses = _apply(TransducerLoss, call, *tensors)[0] if any(wanted) else call.forward(tensors)[0]
-        weights = call.weights(losses)
-    return losses if settings.reduction == "none" else (weights * losses).sum()
+        return losses if settings.reduction == "none" else (weights * losses).sum()
+    call = prepare(settings, tensors, wanted, integers, seed if drawn is None else int(drawn), overwrite_logits)
+    return _apply(TransducerLoss, call, *tensors)[0] if any(wanted) else call.reduce(call.forward(tensors)[0])
 
 
 class TransducerLoss(torch.autograd.Function):
-    """Losses [B] of (call, *tensors); the stash follows them as outputs that autograd saves and frees."""
+    """The reduced losses of (call, *tensors); the stash follows as outputs that autograd saves and frees."""
 
     @staticmethod
     def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(losses, *stash)."""
+        """(reduced losses, *stash)."""
         losses, stash = call.forward(tensors)
-        return (losses, *stash.values())
+        return (call.reduce(losses), *stash.values())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -63,11 +61,11 @@ class TransducerLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         """Gradients of the tensors that need one."""
-        grad_losses, wanted = grad_outputs[0], ctx.needs_input_grad[1:]
-        if grad_losses is None:
+        grad, wanted = grad_outputs[0], ctx.needs_input_grad[1:]
+        if grad is None:
             return (None,) * (1 + len(wanted))
         spent, ctx.spent = ctx.spent, True
-        arguments = (ctx.call, wanted, spent, grad_losses, *ctx.saved_tensors)
+        arguments = (ctx.call, wanted, spent, ctx.call.upstream(grad), *ctx.saved_tensors)
         if torch.is_grad_enabled():  # create_graph=True
             return (None, *_spread(_apply(TransducerGradients, *arguments), wanted))
         return (None, *_spread(TransducerGradients.forward(*arguments), wanted))
@@ -78,11 +76,11 @@ class TransducerGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: Call, wanted: tuple[bool, ...], spent: bool, grad_losses: Tensor, *saved: Tensor
+        call: Call, wanted: tuple[bool, ...], spent: bool, upstream: Tensor, *saved: Tensor
     ) -> tuple[Tensor, ...]:
         """Gradients of the wanted tensors."""
         tensors, stash = saved[: len(wanted)], dict(zip(call.stash_parts, saved[len(wanted) :], strict=True))
-        gradients = call.backward(tensors, stash, spent, grad_losses, wanted)
+        gradients = call.backward(tensors, stash, spent, upstream, wanted)
         if call.overwrite_logits:
             torch.autograd.graph.increment_version(tensors)
         return gradients
@@ -190,7 +188,8 @@ def gradients_operator(
     call = _call(tensors, arguments)
     lattice = call.lattice_stash(stash)
     lattice["scores"] = lattice["scores"].clone()
-    return list(call.backward(tensors, lattice, False, grad_losses, arguments[_WANTED]))
+    upstream = grad_losses.to(torch.float64).contiguous()
+    return list(call.backward(tensors, lattice, False, upstream, arguments[_WANTED]))
 
 
 @gradients_operator.register_fake

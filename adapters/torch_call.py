@@ -129,9 +129,31 @@ class Call:
         """Of the tensors, in order."""
         return tuple(self.plan.problem.shapes)
 
-    def weights(self, losses: Tensor) -> Tensor:
+    def weights(self, like: Tensor) -> Tensor:
         """w_b such that the reduced loss is the sum of w_b loss_b; empty for no reduction."""
-        return torch.from_numpy(np.zeros(0) if self.weights_b is None else self.weights_b).to(losses)
+        return torch.from_numpy(np.zeros(0) if self.weights_b is None else self.weights_b).to(like)
+
+    def reduce(self, losses: Tensor) -> Tensor:
+        """The losses [B], or their weighted sum."""
+        if self.weights_b is None:
+            return losses
+        weight = self._common_weight
+        return (losses * (self.weights(losses) if weight is None else weight)).sum()
+
+    def upstream(self, grad: Tensor) -> Tensor:
+        """Gradients of the losses [B], in float64, from that of what `reduce` gives."""
+        grad = grad.to(torch.float64)
+        if self.weights_b is None:
+            return grad.contiguous()
+        weight = self._common_weight
+        return grad * self.weights(grad) if weight is None else (grad * weight).repeat(len(self.weights_b))
+
+    @property
+    def _common_weight(self) -> float | None:
+        """The weight of every utterance, if all have the same: no array has to go to the device then."""
+        weights_b = self.weights_b
+        same = weights_b is not None and len(weights_b) > 0 and bool((weights_b == weights_b[0]).all())
+        return float(weights_b[0]) if weights_b is not None and same else None
 
     @property
     def stash_parts(self) -> list[str]:
@@ -155,10 +177,13 @@ class Call:
         tensors: Sequence[Tensor],
         stash: Mapping[str, Tensor],
         spent: bool,
-        grad_losses: Tensor,
+        upstream: Tensor,
         wanted: Sequence[bool],
     ) -> tuple[Tensor, ...]:
-        """Gradients of the wanted tensors. Uses up the stash; ``spent`` says that an earlier backward did."""
+        """Gradients of the wanted tensors at ``upstream`` [B] float64.
+
+        Uses up the stash; ``spent`` says that an earlier backward did.
+        """
         device, inputs = tensors[0].device, self._inputs(tensors)
         names = [name for name, want in zip(self.names, wanted, strict=True) if want]
         with _on(device):
@@ -177,8 +202,7 @@ class Call:
                 workspace=pipeline.Workspace(*tile) if tile and not spent else None,
                 spent=spent,
             )
-            upstream = _buffer(grad_losses.to(torch.float64).contiguous())
-            gradients = pipeline.backward(saved, upstream, frozenset(names), self.overwrite_logits)
+            gradients = pipeline.backward(saved, _buffer(upstream), frozenset(names), self.overwrite_logits)
             return tuple(_tensor(getattr(gradients, name)) for name in names)
 
     def lattice_stash(self, stash: Sequence[Tensor]) -> dict[str, Tensor]:

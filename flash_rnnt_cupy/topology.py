@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Logit(Enum):
@@ -82,12 +83,20 @@ class Topology:
         if self.occupancy_columns is None:
             raise ValueError(f"{self.name}: no softmax group is used exactly once by every arc")
 
-    @property
+    def __hash__(self) -> int:
+        """Computed once: kernels are looked up by it."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.groups, self.columns, self.arcs))
+
+    @cached_property
     def reach(self) -> int:
         """How many anti-diagonals t + u the longest arc crosses."""
         return max(arc.dt + arc.du for arc in self.arcs)
 
-    @property
+    @cached_property
     def occupancy_columns(self) -> tuple[int, ...] | None:
         """Columns whose posteriors add up to the posterior of the node itself."""
         for group in range(len(self.groups)):

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from flash_rnnt_cupy.problem import ITEMSIZE
 
@@ -23,8 +24,7 @@ class Life(Enum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One buffer."""
 
     name: str

@@ -58,6 +58,14 @@ class ModuleSpec:
     constants: tuple[tuple[str, str | int], ...] = ()
     records: tuple[tuple[str, np.dtype[Any]], ...] = ()
 
+    def __hash__(self) -> int:
+        """Computed once: launches look their kernels up by it."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.file, self.constants, self.records))
+
     def __str__(self) -> str:
         """One line."""
         return f"{self.file} ({', '.join(f'{name}={value}' for name, value in self.constants)})"

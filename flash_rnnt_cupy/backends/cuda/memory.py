@@ -45,7 +45,11 @@ class DeviceArray(NamedTuple):
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a C-contiguous array."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 def is_aligned_or_odd(array: DeviceArray) -> bool:
