@@ -142,11 +142,10 @@ class Call:
 
     def upstream(self, grad: Tensor) -> Tensor:
         """Gradients of the losses [B], in float64, from that of what `reduce` gives."""
-        grad = grad.to(torch.float64)
-        if self.weights_b is None:
-            return grad.contiguous()
-        weight = self._common_weight
-        return grad * self.weights(grad) if weight is None else (grad * weight).repeat(len(self.weights_b))
+        if self.weights_b is not None:
+            weight = self._common_weight
+            grad = grad * self.weights(grad) if weight is None else (grad * weight).repeat(len(self.weights_b))
+        return grad.to(torch.float64).contiguous()
 
     @property
     def _common_weight(self) -> float | None:
