@@ -196,7 +196,10 @@ def test_stages_have_the_documented_signatures(name: str) -> None:
     assert record.name == name
     documented = documented_stages()
     assert set(documented) | {"supports"} == set(STAGES)
-    for stage, n_arguments in documented.items():
+    missing = {stage for stage in documented if getattr(record, stage) is None}
+    assert missing == ({"score", "grad_scores"} if name == "numpy" else set())
+    for stage in documented.keys() - missing:
+        n_arguments = documented[stage]
         parameters = inspect.signature(getattr(record, stage)).parameters
         assert len(parameters) == n_arguments, stage
 

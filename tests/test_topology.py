@@ -136,7 +136,7 @@ def test_the_recursion_alone_gives_losses_and_column_posteriors(case: Case) -> N
     logits, targets = draw(case)
     packing = Packing(np.array(FRAMES, np.int64), np.array(LABELS, np.int64))
     problem = problem_of(case.topology, logits, Options())
-    call = NumpyCall(problem, packing.all_rows(), Inputs(targets, logits=logits), weight=None, bias=None)
+    call = NumpyCall(problem, packing.all_rows(), Inputs(targets, logits=logits), weight=None, bias=None, kept={})
     grids = [logits[b, :T, : U + 1] for b, (T, U) in enumerate(zip(FRAMES, LABELS, strict=True))]
     columns = [column_log_probs(case, grid, targets[b, : LABELS[b]].tolist()) for b, grid in enumerate(grids)]
     column_cn = np.concatenate([column.reshape(len(column), -1) for column in columns], 1)
@@ -169,7 +169,7 @@ def test_monotonic_with_fewer_frames_than_labels_is_impossible() -> None:
     logits, targets = np.zeros((4, 4, 5, V)), np.zeros((4, 4), np.int64)
     problem = problem_of(monotonic(True), logits, Options())
     packing = Packing(np.array(FRAMES, np.int64), np.array([2, 2, 4, 4]))
-    call = NumpyCall(problem, packing.all_rows(), Inputs(targets), weight=None, bias=None)
+    call = NumpyCall(problem, packing.all_rows(), Inputs(targets), weight=None, bias=None, kept={})
     lattice = Lattice(np.full((2, packing.n_nodes), -1.0), None, np.zeros(packing.n_nodes))
     log_likelihood_b = np.empty(4)
     recursion.sum_alignments(call, lattice, log_likelihood_b)
