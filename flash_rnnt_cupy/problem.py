@@ -17,7 +17,7 @@ Lengths = npt.NDArray[np.int64]
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint8": 1, "int32": 4, "int64": 8}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ACTIVATIONS = ("relu", "tanh", "sigmoid", "gelu", "silu", "identity")
-DEFAULT_MIN_OCCUPANCY = 1e-8
+DEFAULT_MIN_OCCUPANCY = 1e-7
 DRAWS = 1 << 16  # values of a random draw of the dropout mask
 
 

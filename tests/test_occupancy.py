@@ -15,7 +15,7 @@ from tests.oracles.checks import assert_close
 from tests.problems import Array, Logits, draw_joint, draw_logits, joint_of_logits, uniform_logits
 
 T, U, V = 24, 9, 4
-DEFAULT = 1e-8
+DEFAULT = 1e-7
 
 
 def lattice_of(paths: list[list[tuple[int, int]]], strength: float = 4.0) -> Logits:
@@ -64,7 +64,7 @@ def relative_l2(a: Array, b: Array) -> float:
 
 
 @each_lattice
-@pytest.mark.parametrize("smallest", [1e-8, 1e-4, 1e-2, 0.3])
+@pytest.mark.parametrize("smallest", [1e-7, 1e-4, 1e-2, 0.3])
 def test_rows_and_dropped_mass(backend: BackendUnderTest, smallest: float, logits: Logits) -> None:
     occupied = occupancy(logits)
     kept = selected(occupied, smallest)
@@ -74,7 +74,7 @@ def test_rows_and_dropped_mass(backend: BackendUnderTest, smallest: float, logit
 
 
 @each_lattice
-@pytest.mark.parametrize("smallest", [1e-8, 1e-4, 1e-2, 0.3])
+@pytest.mark.parametrize("smallest", [1e-7, 1e-4, 1e-2, 0.3])
 def test_what_is_dropped_is_at_most_twice_the_reported_mass(
     backend: BackendUnderTest, smallest: float, logits: Logits
 ) -> None:
@@ -140,7 +140,7 @@ def test_one_node_is_kept_where_all_mass_is_on_one_path(backend: BackendUnderTes
     problem = joint_of_logits(lattice_of([LABELS_FIRST], strength=60.0))
     _, gradients = backend.joint(problem, min_occupancy=DEFAULT)
     assert gradients.rows == len(LABELS_FIRST)
-    assert gradients.dropped_posterior <= 1e-8 * gradients.nodes
+    assert gradients.dropped_posterior <= DEFAULT * gradients.nodes
 
 
 def test_nothing_is_kept_of_an_utterance_without_alignment(backend: BackendUnderTest) -> None:
