@@ -4,7 +4,7 @@
 // Strip      128 rows, in work at once;  panel: 128 columns of the scores;  slab: 64 columns of the hidden states
 // Item       a strip and a run of panels; items go round the blocks, one block a multiprocessor
 // Roles      warpgroup 0   one thread streams the weight's slabs through kStages buffers
-//            warpgroup 1   looks rows up and builds the hidden states of the next item, slab by slab, as slabs come free
+//            warpgroup 1   looks rows up and builds the hidden states of the next item, as slabs come free
 //            warpgroup 2,3 take turns: panel g of the block's run belongs to group g % 2, which multiplies it by itself
 //                          and works on the scores while the other multiplies
 // Order      who waits on what, how many arrive, and why the phase is known (a wait names a parity, so a waiter may be
@@ -54,7 +54,8 @@ constexpr u32 kSlabBytes = 128 * kSlabColumns * sizeof(State);  // of 128 rows o
 constexpr u32 kRowBytes = kStripRows * 16;                      // what the builder tells of each row
 constexpr u32 kBarrierBytes = 8;
 constexpr u32 kHiddenAt = 0, kWeightAt = kSlabs * kSlabBytes;
-constexpr int kMaxStages = (SHARED_BYTES - kWeightAt - kRowBytes - 2 * kSlabs * kBarrierBytes) / (kSlabBytes + 2 * kBarrierBytes);
+constexpr u32 kFixedBytes = kWeightAt + kRowBytes + 2 * kSlabs * kBarrierBytes;
+constexpr int kMaxStages = (SHARED_BYTES - kFixedBytes) / (kSlabBytes + 2 * kBarrierBytes);
 constexpr int kStages = kMaxStages < 8 ? kMaxStages : 8;
 static_assert(kStages >= 2, "the strip's hidden states leave no room for the weight");
 constexpr u32 kRowsAt = kWeightAt + kStages * kSlabBytes;
