@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_rnnt_cupy.adapters.torch_call import LATTICE_PARTS, Call, Settings, prepare
+from flash_rnnt_cupy.adapters.torch_call import Call, Settings, prepare
 
 
 def transducer_loss(
@@ -47,7 +47,7 @@ class TransducerLoss(torch.autograd.Function):
     def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         """(reduced losses, *stash)."""
         losses, stash = call.forward(tensors)
-        return (call.reduce(losses), *stash.values())
+        return (call.reduce(losses), *stash)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -79,7 +79,7 @@ class TransducerGradients(torch.autograd.Function):
         call: Call, wanted: tuple[bool, ...], spent: bool, upstream: Tensor, *saved: Tensor
     ) -> tuple[Tensor, ...]:
         """Gradients of the wanted tensors."""
-        tensors, stash = saved[: len(wanted)], dict(zip(call.stash_parts, saved[len(wanted) :], strict=True))
+        tensors, stash = saved[: len(wanted)], saved[len(wanted) :]
         gradients = call.backward(tensors, stash, spent, upstream, wanted)
         if call.overwrite_logits:
             torch.autograd.graph.increment_version(tensors)
@@ -151,18 +151,15 @@ def _call(tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Call:
 @torch.library.custom_op(
     "flash_rnnt_cupy::transducer_loss",
     mutates_args=(),
-    schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * (2 + len(LATTICE_PARTS)))})",
+    schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),  # reads lengths on the host
 )
 def loss_operator(tensors: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
-    """(losses, reduction weights, *stash): the lattice as bytes, for its dtypes are the backend's business."""
+    """(losses, reduction weights, the stash's block)."""
     call = _call(tensors, arguments)
-    losses, stash = call.forward(tensors)
-    if any(arguments[_WANTED]):
-        kept = [stash[name].reshape(-1).view(torch.uint8) for name in LATTICE_PARTS]
-    else:
-        kept = [losses.new_empty(0, dtype=torch.uint8) for _ in LATTICE_PARTS]
-    return (losses, call.weights(losses), *kept)
+    losses, stash = call.forward(tensors, clean=True)
+    block = stash[0] if any(arguments[_WANTED]) else losses.new_empty(0, dtype=torch.uint8)
+    return losses, call.weights(losses), block
 
 
 @loss_operator.register_fake
@@ -171,36 +168,32 @@ def _(tensors: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
     losses = tensors[0].new_empty(B, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
     weights = losses.new_empty(0 if Settings(*arguments[_SETTINGS:]).reduction == "none" else B)
     context = torch.library.get_ctx()
-    sizes = [context.new_dynamic_size() if any(arguments[_WANTED]) else 0 for _ in LATTICE_PARTS]  # N is in lengths
-    return (losses, weights, *(losses.new_empty(size, dtype=torch.uint8) for size in sizes))
+    size = context.new_dynamic_size() if any(arguments[_WANTED]) else 0  # N is in lengths
+    return losses, weights, losses.new_empty(size, dtype=torch.uint8)
 
 
 @torch.library.custom_op(
     "flash_rnnt_cupy::transducer_loss_backward",
     mutates_args=(),
-    schema=f"(Tensor[] tensors, Tensor[] stash, Tensor grad_losses, {_ARGUMENTS}) -> Tensor[]",
+    schema=f"(Tensor[] tensors, Tensor stash, Tensor grad_losses, {_ARGUMENTS}) -> Tensor[]",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def gradients_operator(
-    tensors: Sequence[Tensor], stash: Sequence[Tensor], grad_losses: Tensor, *arguments: Any
-) -> list[Tensor]:
+def gradients_operator(tensors: Sequence[Tensor], stash: Tensor, grad_losses: Tensor, *arguments: Any) -> list[Tensor]:
     """Gradients of the wanted tensors; the stash stays as it is."""
     call = _call(tensors, arguments)
-    lattice = call.lattice_stash(stash)
-    lattice["scores"] = lattice["scores"].clone()
-    upstream = grad_losses.to(torch.float64).contiguous()
-    return list(call.backward(tensors, lattice, False, upstream, arguments[_WANTED]))
+    upstream = grad_losses.to(torch.float64)
+    return list(call.backward(tensors, [stash.clone()], False, upstream, arguments[_WANTED]))
 
 
 @gradients_operator.register_fake
-def _(tensors: Sequence[Tensor], _stash: Sequence[Tensor], _grad: Tensor, *arguments: Any) -> list[Tensor]:
+def _(tensors: Sequence[Tensor], _stash: Tensor, _grad: Tensor, *arguments: Any) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor, want in zip(tensors, arguments[_WANTED], strict=True) if want]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, *arguments = inputs
     ctx.settings = arguments[_SETTINGS:]
-    ctx.save_for_backward(*tensors, *arguments[:_N_TENSORS], *output[2:])
+    ctx.save_for_backward(*tensors, *arguments[:_N_TENSORS], output[2])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -210,8 +203,8 @@ def _operator_backward(ctx: Any, grad_losses: Tensor | None, *_: Any) -> tuple[A
     gradients: list[Tensor | None] = [None] * len(wanted)
     if grad_losses is not None:
         saved, n = ctx.saved_tensors, len(wanted)
-        tensors, arguments, stash = saved[:n], saved[n : n + _N_TENSORS], saved[n + _N_TENSORS :]
-        found = gradients_operator(list(tensors), list(stash), grad_losses, *arguments, wanted, *ctx.settings)
+        tensors, arguments, stash = saved[:n], saved[n : n + _N_TENSORS], saved[-1]
+        found = gradients_operator(list(tensors), stash, grad_losses, *arguments, wanted, *ctx.settings)
         gradients = _spread(found, wanted)
     return (gradients, *(None for _ in range(_SETTINGS + len(ctx.settings))))
 

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,14 +23,16 @@ from flash_rnnt_cupy import backends, pipeline, validate
 from flash_rnnt_cupy.adapters.arrays import Facts, host_integers
 from flash_rnnt_cupy.backends import Allocate, Backend, Buffer, Lattice
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides, is_aligned_or_odd
+from flash_rnnt_cupy.dtypes import numpy_dtype
 from flash_rnnt_cupy.errors import InputError, InputTypeError
-from flash_rnnt_cupy.plan import Life, Plan, TileRows, make_plan
+from flash_rnnt_cupy.plan import Life, Part, Plan, TileRows, make_plan
 from flash_rnnt_cupy.problem import FLOATS, Form, Inputs, Options
 
 Integers = npt.NDArray[np.int64]
 
 LATTICE_PARTS = ("scores", "normalizers", "alpha", "log likelihoods")  # of the memory account
 TILE_PARTS = ("tile hidden", "tile logits", "tile active")
+ALIGNMENT = 256  # bytes
 
 
 class Settings(NamedTuple):
@@ -113,9 +116,9 @@ def prepare(
 class Call:
     """A checked and planned call; the tensors travel apart, so that autograd can free them.
 
-    The *stash* is what forward leaves for backward: the parts of the memory account that are saved. These are the
-    lattice's, those that the backend made when it began and, in untiled mode, the tile: hidden states [N, H],
-    logits [N, V] and, on a GPU, active bits [N, H / 8].
+    The *stash* is what forward leaves for backward: a block of bytes with the parts of the memory account that are
+    saved (the lattice's, and those that the backend made when it began) and, in untiled mode, the tile: hidden states
+    [N, H], logits [N, V] and, on a GPU, active bits [N, H / 8].
     """
 
     plan: Plan
@@ -142,10 +145,11 @@ class Call:
 
     def upstream(self, grad: Tensor) -> Tensor:
         """Gradients of the losses [B], in float64, from that of what `reduce` gives."""
-        if self.weights_b is not None:
-            weight = self._common_weight
-            grad = grad * self.weights(grad) if weight is None else (grad * weight).repeat(len(self.weights_b))
-        return grad.to(torch.float64).contiguous()
+        if self.weights_b is None:
+            return grad.to(torch.float64)
+        weight = self._common_weight
+        weighted = (grad * (self.weights(grad) if weight is None else weight)).to(torch.float64)
+        return weighted.expand(len(self.weights_b))
 
     @property
     def _common_weight(self) -> float | None:
@@ -154,42 +158,47 @@ class Call:
         same = weights_b is not None and len(weights_b) > 0 and bool((weights_b == weights_b[0]).all())
         return float(weights_b[0]) if weights_b is not None and same else None
 
-    @property
-    def stash_parts(self) -> list[str]:
-        """Names of the stash's tensors, in order."""
-        return [part.name for part in self.plan.account.parts if part.life is Life.SAVED]
+    @cached_property
+    def _saved(self) -> list[Part]:
+        """Parts that stand in the stash's one block of memory."""
+        return [part for part in self.plan.account.parts if part.life is Life.SAVED and part.name not in TILE_PARTS]
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [B], and the stash (of no use if the call was planned without gradients)."""
+    def forward(self, tensors: Sequence[Tensor], clean: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Losses [B], and the stash (of no use if the call was planned without gradients).
+
+        ``clean``: bytes of the stash that no part has are zero.
+        """
         device = tensors[0].device
         with _on(device):
-            losses, saved = pipeline.forward(self.plan, self._inputs(tensors), self.backend, _allocator(device))
-            lattice, kept = saved.lattice, saved.workspace
-            columns = (lattice.column_cn, lattice.normalizer_gn, lattice.alpha, saved.log_likelihood_b)
-            stash = dict(zip(LATTICE_PARTS, columns, strict=True)) | saved.call.kept
-            if kept:
-                stash |= zip(TILE_PARTS, (kept.hidden, kept.logits, kept.active), strict=True)
-            return _tensor(losses), {name: _tensor(stash[name]) for name in self.stash_parts}
+            block, ready = _block(device, self._saved)
+            if clean:
+                block.zero_()
+            allocate = _allocator(device, ready)
+            losses, saved = pipeline.forward(self.plan, self._inputs(tensors), self.backend, allocate)
+            kept = saved.workspace
+            tile = [kept.hidden, kept.logits, kept.active] if kept else []
+            return _tensor(losses), [block, *(_tensor(buffer) for buffer in tile if buffer is not None)]
 
     def backward(
         self,
         tensors: Sequence[Tensor],
-        stash: Mapping[str, Tensor],
+        stash: Sequence[Tensor],
         spent: bool,
         upstream: Tensor,
         wanted: Sequence[bool],
     ) -> tuple[Tensor, ...]:
-        """Gradients of the wanted tensors at ``upstream`` [B] float64.
+        """Gradients of the wanted tensors at ``upstream`` [B] float64, of any strides.
 
         Uses up the stash; ``spent`` says that an earlier backward did.
         """
         device, inputs = tensors[0].device, self._inputs(tensors)
         names = [name for name, want in zip(self.names, wanted, strict=True) if want]
         with _on(device):
-            allocate = _allocator(device)
-            kept = {name: _buffer(tensor) for name, tensor in stash.items()}
+            block, *tile = stash
+            kept = _buffers_in(block, self._saved)
             *lattice, log_likelihoods = (kept.pop(name) for name in LATTICE_PARTS)
-            tile = [kept.pop(name) for name in TILE_PARTS if name in kept]
+            _, ready = _block(device, self._scratch if device.type == "cuda" else [])
+            allocate = _allocator(device, ready)
             saved = pipeline.Saved(
                 plan=self.plan,
                 inputs=inputs,
@@ -198,17 +207,17 @@ class Call:
                 call=self.backend.begin(self.plan, inputs, allocate, kept),
                 lattice=Lattice(*lattice),
                 log_likelihood_b=log_likelihoods,
-                workspace=pipeline.Workspace(*tile) if tile and not spent else None,
+                workspace=pipeline.Workspace(*map(_buffer, tile)) if tile and not spent else None,
                 spent=spent,
             )
             gradients = pipeline.backward(saved, _buffer(upstream), frozenset(names), self.overwrite_logits)
             return tuple(_tensor(getattr(gradients, name)) for name in names)
 
-    def lattice_stash(self, stash: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The lattice's parts of the stash from their bytes."""
-        parts = [self.plan.account[name] for name in LATTICE_PARTS]
-        typed = (kept.view(getattr(torch, part.dtype)) for part, kept in zip(parts, stash, strict=True))
-        return {part.name: kept.view(part.shape) for part, kept in zip(parts, typed, strict=True)}
+    @property
+    def _scratch(self) -> list[Part]:
+        """Parts that live in backward alone; together, since an allocation costs the host as much as a launch."""
+        lives = (Life.TILE, Life.BACKWARD)
+        return [p for p in self.plan.account.parts if p.life in lives and not p.name.startswith("gradient of")]
 
     def _inputs(self, tensors: Sequence[Tensor]) -> Inputs:
         """On a GPU rows, and weight and bias as a whole, must be contiguous; a tensor is copied if it is not.
@@ -261,12 +270,39 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _allocator(device: torch.device) -> Allocate:
-    def allocate(shape: tuple[int, ...], dtype: str) -> Buffer:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        if not tensor.is_cuda:
-            return _buffer(tensor)
-        return DeviceArray(tensor.data_ptr(), shape, dtype, contiguous_strides(shape), tensor)
+def _block(device: torch.device, parts: Sequence[Part]) -> tuple[Tensor, dict[str, Buffer]]:
+    """Memory for all parts, and the buffer of each in it."""
+    block = torch.empty(sum(map(_aligned_bytes, parts)), dtype=torch.uint8, device=device)
+    return block, _buffers_in(block, parts)
+
+
+def _buffers_in(block: Tensor, parts: Sequence[Part]) -> dict[str, Buffer]:
+    """Buffers one behind another in a block."""
+    buffers: dict[str, Buffer] = {}
+    begin = 0
+    for part in parts:
+        if block.is_cuda:
+            strides = contiguous_strides(part.shape)
+            buffers[part.name] = DeviceArray(block.data_ptr() + begin, part.shape, part.dtype, strides, block)
+        else:
+            memory = block.detach().numpy()[begin : begin + part.nbytes]
+            buffers[part.name] = memory.view(numpy_dtype(part.dtype)).reshape(part.shape)
+        begin += _aligned_bytes(part)
+    return buffers
+
+
+def _aligned_bytes(part: Part) -> int:
+    """Bytes from a part's beginning to the next one's."""
+    return part.nbytes + -part.nbytes % ALIGNMENT
+
+
+def _allocator(device: torch.device, ready: Mapping[str, Buffer]) -> Allocate:
+    """Parts that are ready, and new memory for all others."""
+
+    def allocate(part: Part) -> Buffer:
+        if part.name in ready:
+            return ready[part.name]
+        return _buffer(torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=device))
 
     return allocate
 

@@ -66,7 +66,7 @@ class Saved:
     def take(self, part: str) -> Buffer | None:
         """Memory for a part of the account; None where the plan has no such part."""
         account = self.plan.account
-        return self.allocate(account[part].shape, account[part].dtype) if part in account else None
+        return self.allocate(account[part]) if part in account else None
 
 
 def forward(plan: Plan, inputs: Inputs, backend: Backend, allocate: Allocate) -> tuple[Buffer, Saved]:

@@ -29,22 +29,23 @@ extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant_
 }
 
 struct UpstreamParams {
-  const double* grad_losses_b;  // [B]
+  const double* grad_losses_b;  // [B], of utterance b at b step
   Acc* unit_b;                  // [B]
   Acc* scale;                   // [1]
+  i64 step;
   int batch, split;             // split 0: scale 1
 };
 
 extern "C" __global__ void __launch_bounds__(256) split_upstream(const __grid_constant__ UpstreamParams p) {
   __shared__ double parts[256];
   double top = 0;
-  for (int b = threadIdx.x; b < p.batch; b += blockDim.x) top = fmax(top, fabs(p.grad_losses_b[b]));
+  for (int b = threadIdx.x; b < p.batch; b += blockDim.x) top = fmax(top, fabs(p.grad_losses_b[b * p.step]));
   parts[threadIdx.x] = top;
   __syncthreads();
   for (int i = 0; i < blockDim.x; ++i) top = fmax(top, parts[i]);
   const bool usable = p.split && top > 0 && top < infinity<double>();
   const double scale = usable ? scalbn(1.0, ilogb(top)) : 1.0;
   for (int b = threadIdx.x; b < p.batch; b += blockDim.x)
-    p.unit_b[b] = static_cast<Acc>(p.grad_losses_b[b] / scale);
+    p.unit_b[b] = static_cast<Acc>(p.grad_losses_b[b * p.step] / scale);
   if (threadIdx.x == 0) *p.scale = static_cast<Acc>(scale);
 }

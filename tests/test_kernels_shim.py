@@ -88,8 +88,7 @@ class Side:
 
     def take(self, part: str, values: Array | None = None) -> Array:
         """Memory for a part of the account; with values, rounded to its dtype, in its first rows and columns."""
-        shape, dtype = self.plan.account[part].shape, self.plan.account[part].dtype
-        memory: Array = self.backend.allocate(shape, dtype)
+        memory: Array = self.backend.allocate(self.plan.account[part])
         memory = getattr(memory, "owner", memory)
         if values is not None:
             memory[: len(values), : values.shape[1]] = values
@@ -268,7 +267,7 @@ def recursion(backend: Backend, topology: Topology, dtype: str) -> tuple[Array, 
     problem = Problem(Form.LOGITS, topology, np.array(LONG), np.array(MANY), 9, 0, dtype, {}, options=Options())
     plan = make_plan(problem, backend.facts, gradients=frozenset({"logits"}))
     columns = np.random.default_rng(0).uniform(-3, -0.1, plan.account["scores"].shape).astype(dtype)
-    call = backend.begin(plan, Inputs(np.zeros((len(LONG), max(MANY)), np.int64), logits=columns), backend.allocate)
+    call = backend.begin(plan, Inputs(np.zeros((len(LONG), max(MANY)), np.int64), logits=columns), backend.allocate, {})
     alpha = np.full(plan.account["alpha"].shape, np.nan)
     lattice, log_likelihood_b = Lattice(columns, None, alpha), np.full(len(LONG), np.nan)
     backend.sum_alignments(call, lattice, log_likelihood_b)

@@ -15,7 +15,7 @@ from flash_rnnt_cupy import pipeline, validate
 from flash_rnnt_cupy.adapters.arrays import Facts
 from flash_rnnt_cupy.backends import numpy_cpu
 from flash_rnnt_cupy.backends.numpy_cpu import BACKEND
-from flash_rnnt_cupy.plan import Life, MemoryAccount, Plan, TileRows, make_plan
+from flash_rnnt_cupy.plan import Life, MemoryAccount, Part, Plan, TileRows, make_plan
 from flash_rnnt_cupy.problem import Inputs
 from tests.oracles.checks import assert_close
 from tests.problems import Array, Joint, Logits, draw_joint, draw_logits
@@ -31,12 +31,12 @@ class Recorder:
         self.taken: list[tuple[tuple[int, ...], str]] = []
         self.buffers: list[tuple[Array, int]] = []
 
-    def __call__(self, shape: tuple[int, ...], dtype: str) -> Array:
-        self.taken.append((shape, dtype))
-        size = int(np.prod(shape, dtype=int))
-        flat = np.full(size + GUARD, np.nan, numpy_cpu.numpy_dtype(dtype))
+    def __call__(self, part: Part) -> Array:
+        self.taken.append((part.shape, part.dtype))
+        size = int(np.prod(part.shape, dtype=int))
+        flat = np.full(size + GUARD, np.nan, numpy_cpu.numpy_dtype(part.dtype))
         self.buffers.append((flat, size))
-        return flat[:size].reshape(shape)
+        return flat[:size].reshape(part.shape)
 
     def guards_hold(self) -> bool:
         return all(np.isnan(flat[size:].astype(np.float64)).all() for flat, size in self.buffers)

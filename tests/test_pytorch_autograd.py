@@ -149,7 +149,9 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 def lattice_bytes(untiled: bool) -> int:
     nodes = sum(t * (u + 1) for t, u in zip(FRAMES, LABELS, strict=True))
-    return 8 * (nodes * (4 + (H + V) * untiled) + B)  # two columns, normalizer, alpha; log-likelihoods
+    parts = [2 * nodes, B, nodes, nodes]  # columns, log-likelihoods, normalizer, alpha
+    tile = 8 * nodes * (H + V) * untiled
+    return sum(8 * size + -8 * size % torch_call.ALIGNMENT for size in parts) + tile
 
 
 @TILES

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flash_rnnt_cupy.errors import BackendUnavailableError, InputError
-from flash_rnnt_cupy.plan import Plan, Rows, Tile
+from flash_rnnt_cupy.plan import Part, Plan, Rows, Tile
 from flash_rnnt_cupy.plan.device import DeviceFacts
 from flash_rnnt_cupy.problem import Inputs, Problem
 
 Buffer = Any
 Call = Any
-Allocate = Callable[[tuple[int, ...], str], Buffer]  # shape, dtype -> uninitialised memory
+Allocate = Callable[[Part], Buffer]  # uninitialised memory
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Lattice:
 class Backend:
     """The stages, in the order in which `pipeline` runs them.
 
-    allocate(shape, dtype)                         the backend's own memory; callers may inject another's
+    allocate(part)                                 the backend's own memory; callers may inject another's
     begin(plan, inputs, allocate, kept) -> call    call.kept: parts of the account that it has made, by name; with
                                                    these as ``kept`` the same call can begin again at no cost
     joint_forward(call, tile, hidden, active)      hidden[r] = dropout(activation(e[t] + p[u])), where a backend

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -17,6 +16,7 @@ from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
 from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Kernel
 from flash_rnnt_cupy.backends.cuda.facts import device_facts
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray
+from flash_rnnt_cupy.plan import Part
 from flash_rnnt_cupy.problem import Inputs
 from tests import shim
 from tests.problems import dtype_of
@@ -82,10 +82,9 @@ def _zero(device: DeviceArray) -> None:
     ctypes.memset(device.pointer, 0, device.nbytes)
 
 
-def _allocate(shape: tuple[int, ...], dtype: str) -> DeviceArray:
+def _allocate(part: Part) -> DeviceArray:
     """Every byte 0xff: NaN, or -1. Freed memory goes back to the allocator, which NumPy defers below 1024 bytes."""
-    n_bytes = math.prod(shape) * dtype_of(dtype).itemsize
-    array = np.full(1024 + n_bytes, 0xFF, np.uint8)[1024:].view(dtype_of(dtype)).reshape(shape)
+    array = np.full(1024 + part.nbytes, 0xFF, np.uint8)[1024:].view(dtype_of(part.dtype)).reshape(part.shape)
     return device_array(array)
 
 

@@ -22,6 +22,7 @@ from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
 from flash_rnnt_cupy.backends.cuda.tables import whole_words
 from flash_rnnt_cupy.dtypes import numpy_dtype
 from flash_rnnt_cupy.errors import LaunchError, OutOfMemoryError
+from flash_rnnt_cupy.plan import Part
 
 DEFAULT_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}  # cudaDataType
@@ -163,15 +164,15 @@ def _zero(device: DeviceArray) -> None:
         cupy.cuda.runtime.memsetAsync(device.pointer, 0, device.nbytes, stream.ptr)
 
 
-def allocate(shape: tuple[int, ...], dtype: str) -> DeviceArray:
+def allocate(part: Part) -> DeviceArray:
     """Memory from CuPy's pool."""
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     try:
-        array = cupy.empty(shape, numpy_dtype(dtype))
+        array = cupy.empty(part.shape, numpy_dtype(part.dtype))
     except cupy.cuda.memory.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{shape} {dtype}: {error}") from error
-    return DeviceArray(array.data.ptr, array.shape, dtype, contiguous_strides(shape), array)
+        raise OutOfMemoryError(f"{part.name}, {part.shape} {part.dtype}: {error}") from error
+    return DeviceArray(array.data.ptr, part.shape, part.dtype, contiguous_strides(part.shape), array)
 
 
 CUPY = Driver(_kernel, _gemm, _staging.upload, _download, _zero)

@@ -133,6 +133,7 @@ UPSTREAM_RECORD = _record(
     ("grad_losses_b", "pointer"),
     ("unit_b", "pointer"),
     ("scale", "pointer"),
+    ("step", np.int64),
     ("batch", np.int32),
     ("split", np.int32),
 )

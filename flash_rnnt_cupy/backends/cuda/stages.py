@@ -35,7 +35,7 @@ from flash_rnnt_cupy.backends.cuda.specs import (
     row_threads,
     select_spec,
 )
-from flash_rnnt_cupy.plan import Plan, Rows, Tile, accumulator_dtype
+from flash_rnnt_cupy.plan import Life, Part, Plan, Rows, Tile, accumulator_dtype
 from flash_rnnt_cupy.problem import ITEMSIZE, Form, Inputs, Problem
 
 THREADS = 256
@@ -101,8 +101,7 @@ class CudaCall:
 
     def take(self, name: str) -> DeviceArray:
         """Memory for a part of the account."""
-        part = self.plan.account[name]
-        array: DeviceArray = self.allocate(part.shape, part.dtype)
+        array: DeviceArray = self.allocate(self.plan.account[name])
         return array
 
     def run(self, spec: ModuleSpec, entry: str, grid: Grid, block: Grid, record: Record, shared: int = 0) -> None:
@@ -134,7 +133,7 @@ def begin(
     made = dict(kept)
     if "index tables" not in made:
         arrays["labels"] = _packed_labels(inputs.targets, packing.labels_b)
-        made["index tables"] = allocate(plan.account["index tables"].shape, "int64")
+        made["index tables"] = allocate(plan.account["index tables"])
         driver.upload(list(arrays.values()), made["index tables"])
     table = tables.addresses(arrays, made["index tables"].pointer)
     call = CudaCall(driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias)
@@ -468,7 +467,7 @@ def posteriors(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray) 
 def losses(call: CudaCall, log_likelihood_b: DeviceArray) -> DeviceArray:
     """Losses [B] in the problem's loss dtype."""
     problem = call.problem
-    losses_b: DeviceArray = call.allocate((problem.batch,), problem.loss_dtype)
+    losses_b: DeviceArray = call.allocate(Part("losses", (problem.batch,), problem.loss_dtype, Life.FORWARD))
     record = np.zeros(1, recursion_record(call.acc))
     fill(
         record,
@@ -532,6 +531,7 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
             "grad_losses_b": grad_losses_b.pointer,
             "unit_b": upstream.pointer,
             "scale": scale,
+            "step": grad_losses_b.strides[0],
             "batch": batch,
             "split": call.problem.form is Form.JOINT,  # the logits form has no `finish`
         },

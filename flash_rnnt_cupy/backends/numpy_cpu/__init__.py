@@ -48,9 +48,9 @@ FACTS = DeviceFacts(
 )
 
 
-def allocate(shape: tuple[int, ...], dtype: str) -> Array:
+def allocate(part: Part) -> Array:
     """Uninitialised memory."""
-    return np.empty(shape, numpy_dtype(dtype))
+    return np.empty(part.shape, numpy_dtype(part.dtype))
 
 
 def _supports(problem: Problem) -> tuple[str, ...]:
@@ -64,8 +64,7 @@ def _begin(plan: Plan, inputs: Inputs, take: Allocate, kept: Mapping[str, Array]
     made = {name: kept[name] for name in given if name in kept}
     for name, array in given.items():
         if name in plan.account and name not in made:
-            part = plan.account[name]
-            made[name] = take(part.shape, part.dtype)
+            made[name] = take(plan.account[name])
             made[name][...] = array
     weight, bias = (made.get(name, array) for name, array in given.items())
     return NumpyCall(plan.problem, plan.rows, inputs, weight, bias, made)
