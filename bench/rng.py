@@ -1,0 +1,85 @@
+"""The dropout generator under TestU01 and chi-square tests of drop patterns: `python -m bench.rng --testu01 DIR`.
+
+DIR holds include/ and lib/ of an installed TestU01; the tests are compiled from `rng.c`, which says what is tested.
+The record is rewritten after every test: what was cut short shows how far it came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import environment
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "rng.c"
+ORDERS = ("columns", "nodes", "column", "lanes", "wide", "seeds", "high")
+VIEWS = ("words", "low", "high", "drops", "words_reversed", "low_reversed", "high_reversed")
+TESTS = {"patterns": 6, "smallcrush": 10, "crush": 96}
+RUNS = (
+    *(("patterns", order, "words") for order in ORDERS),
+    *(("smallcrush", order, view) for view in VIEWS for order in ORDERS),
+    ("crush", "nodes", "words"),
+    ("crush", "columns", "words"),
+)
+NOTABLE, FAILURE = 1e-3, 1e-10  # two-sided; beyond the second TestU01's authors speak of a clear failure
+
+
+def compile_program(directory: Path, *flags: str) -> Path:
+    """The program of `rng.c`."""
+    program = directory / "rng"
+    command = ["cc", "-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror", str(SOURCE), "-o", str(program), *flags]
+    subprocess.run(command, check=True)
+    return program
+
+
+def summarise(run: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """What the tests so far say."""
+    beyond = [min(result["p"], 1 - result["p"]) for result in results]
+    run["tests"] = f"{len({result['test'].split()[0] for result in results})} of {TESTS[run['battery']]}"
+    if run["battery"] == "patterns":
+        run["tests"] = f"{len(results)} of {TESTS['patterns']}"
+    run["statistics"] = len(results)
+    run["outside"] = [result for result, p in zip(results, beyond, strict=True) if p < NOTABLE]
+    run["verdict"] = "fails" if min(beyond) < FAILURE else "suspect" if min(beyond) < 1e-4 else "passes"
+
+
+def main() -> None:
+    """Runs everything and keeps the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--testu01", type=Path, required=True)
+    testu01 = parser.parse_args().testu01
+    record: dict[str, Any] = {"environment": environment.describe(), "tool": "TestU01 1.2.3", "runs": []}
+    path = HERE / "records" / f"rng-{record['environment']['date'][:10]}.json"
+    path.parent.mkdir(exist_ok=True)
+    libraries = [f"-L{testu01}/lib", "-ltestu01", "-lprobdist", "-lmylib", "-lm"]
+    with tempfile.TemporaryDirectory() as directory:
+        program = compile_program(Path(directory), "-march=native", "-DTESTU01", f"-I{testu01}/include", *libraries)
+        for battery, order, view in RUNS:
+            begin = time.perf_counter()
+            run: dict[str, Any] = {"battery": battery, "order": order, "view": view}
+            results: list[dict[str, Any]] = []
+            command = [str(program), battery, order, view]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout
+                for line in process.stdout:
+                    if not line.startswith("{"):
+                        continue  # TestU01's own words
+                    if not results:
+                        record["runs"].append(run)
+                    results.append(json.loads(line))
+                    summarise(run, results)
+                    run["seconds"] = round(time.perf_counter() - begin, 1)
+                    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            if process.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed")
+            print(battery, order, view, run["verdict"], f"{run['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
