@@ -1,10 +1,12 @@
 // What       the dropout generator under a standard battery of statistical tests (TestU01, L'Ecuyer and Simard 2007);
 //            a second implementation, which tests/test_rng_battery.py compares with the NumPy backend's
-// Use        rng words ORDER VIEW COUNT       prints the first words, hexadecimal
-//            rng write ORDER VIEW             writes words to standard output for ever, for other test programs
-//            rng smallcrush|crush ORDER VIEW  runs that battery of TestU01 (compiled with -DTESTU01)
-//            rng patterns ORDER words         runs the chi-square tests below (likewise)
+// Use        rng words SCRAMBLE ORDER VIEW COUNT       prints the first words, hexadecimal
+//            rng write SCRAMBLE ORDER VIEW             writes words to standard output for ever, for other programs
+//            rng smallcrush|crush SCRAMBLE ORDER VIEW  runs that battery of TestU01 (compiled with -DTESTU01)
+//            rng patterns SCRAMBLE ORDER words         runs the chi-square tests below (likewise)
 //            A test's line is a JSON record; `python -m bench.rng` compiles this, runs everything and keeps a record.
+// Scrambles  product: state times a constant, the library's; folded: the same with its high half added (exclusive or)
+//            to the low one, which costs the kernels no instruction: the high half is at hand, the mask takes both
 // Orders     in which the words (two draws each, the scrambled state) of nodes, steps, lanes are consumed; see kOrders
 // Views      of the words: as they are, their low or high halves packed (the earlier one on top), each also with its
 //            bits reversed, and drops: one bit a draw, set where it falls below one half
@@ -39,6 +41,7 @@ static const Order kOrders[] = {
 };
 
 static const Order* order;
+static int folded;
 static u64 block;  // of the stream: eight generators
 static u32 buffer[kMaxBlock], length, position;
 
@@ -100,7 +103,8 @@ static void refill(void) {
       for (u32 word = 0; word < kWords; ++word) {
         if (how == NODES_OF_ONE_WORD && word != 2) continue;
         const u32 at = how == LANES_OUTSIDE ? (g * order->steps + i) * kWords + word : length;
-        buffer[at] = s[word][g] * 0x9E3779B1u;
+        const u32 product = s[word][g] * 0x9E3779B1u;
+        buffer[at] = folded ? product ^ product >> 16 : product;
         ++length;
       }
     }
@@ -183,15 +187,15 @@ static void battery(unif01_Gen* generator, void (*repeat)(unif01_Gen*, int*), in
   }
 }
 
-// Chi-square of the 2^16 patterns that 16 draws below or above a threshold make, over 2^27 disjoint patterns: draws
+// Chi-square of the 2^16 patterns that 16 draws below or above a threshold make, over 2^25 disjoint patterns: draws
 // that follow each other (apart = 1: neighbouring columns), or every eighth (a column of a lane: along lanes, steps or
 // nodes, whatever the order puts next). Patterns expected less than ten times are counted together.
 static void patterns(u32 threshold, int apart) {
   enum { kBits = 16, kAtOnce = 8 };
-  const double n_patterns = (double)(1 << 27);
+  const double n_patterns = (double)(1 << 25);
   static u32 count[1 << kBits];
   memset(count, 0, sizeof count);
-  for (u32 i = 0; i < (1u << 27) / kAtOnce; ++i) {
+  for (u32 i = 0; i < (1u << 25) / kAtOnce; ++i) {
     u32 pattern[kAtOnce] = {0};
     for (u32 k = 0; k < kBits * kAtOnce; k += 2) {
       const u32 word = words(), a = apart == 1 ? k / kBits : k % kAtOnce, b = apart == 1 ? a : a + 1;
@@ -225,13 +229,15 @@ static void patterns(u32 threshold, int apart) {
 
 int main(int argc, char** argv) {
   u32 (*next)(void) = NULL;
-  for (u32 i = 0; argc > 3 && i < sizeof kOrders / sizeof *kOrders; ++i)
-    if (!strcmp(argv[2], kOrders[i].name)) order = kOrders + i;
-  for (u32 i = 0; argc > 3 && i < sizeof kViews / sizeof *kViews; ++i)
-    if (!strcmp(argv[3], kViews[i].name)) next = kViews[i].next;
+  if (argc < 5) return fprintf(stderr, "see the head of rng.c\n"), 2;
+  folded = !strcmp(argv[2], "folded");
+  for (u32 i = 0; i < sizeof kOrders / sizeof *kOrders; ++i)
+    if (!strcmp(argv[3], kOrders[i].name)) order = kOrders + i;
+  for (u32 i = 0; i < sizeof kViews / sizeof *kViews; ++i)
+    if (!strcmp(argv[4], kViews[i].name)) next = kViews[i].next;
   if (!order || !next) return fprintf(stderr, "see the head of rng.c\n"), 2;
-  if (!strcmp(argv[1], "words") && argc > 4) {
-    for (long i = atol(argv[4]); i > 0; --i) printf("%08x\n", next());
+  if (!strcmp(argv[1], "words") && argc > 5) {
+    for (long i = atol(argv[5]); i > 0; --i) printf("%08x\n", next());
     return 0;
   }
   if (!strcmp(argv[1], "write")) {
@@ -242,7 +248,7 @@ int main(int argc, char** argv) {
     return 0;
   }
 #ifdef TESTU01
-  unif01_Gen* generator = unif01_CreateExternGenBits(argv[2], next);
+  unif01_Gen* generator = unif01_CreateExternGenBits(argv[3], next);
   if (!strcmp(argv[1], "smallcrush")) return battery(generator, bbattery_RepeatSmallCrush, 10), 0;
   if (!strcmp(argv[1], "crush")) return battery(generator, bbattery_RepeatCrush, 96), 0;
   if (!strcmp(argv[1], "patterns")) {

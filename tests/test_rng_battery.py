@@ -45,12 +45,16 @@ EXPECTED = {
 
 @pytest.mark.parametrize("order", rng.ORDERS)
 def test_the_words_are_the_backends(program: Path, order: str) -> None:
-    done = subprocess.run([program, "words", order, "words", str(N)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [program, "words", "product", order, "words", str(N)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [f"{word:08x}" for word in EXPECTED[order]().ravel()[:N]]
 
 
 def test_drops_are_the_complement_of_the_mask(program: Path) -> None:
-    done = subprocess.run([program, "words", "columns", "drops", "100"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [program, "words", "product", "columns", "drops", "100"], capture_output=True, text=True, check=True
+    )
     bits = "".join(f"{int(word, 16):032b}" for word in done.stdout.split())
     kept = dropout.keep_mask(SEED, np.arange(5), 640, 0x8000)
     assert bits == "".join("01"[not keep] for keep in kept.ravel()[: len(bits)])
