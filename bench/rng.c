@@ -5,8 +5,10 @@
 //            rng smallcrush|crush SCRAMBLE ORDER VIEW  runs that battery of TestU01 (compiled with -DTESTU01)
 //            rng patterns SCRAMBLE ORDER words         runs the chi-square tests below (likewise)
 //            A test's line is a JSON record; `python -m bench.rng` compiles this, runs everything and keeps a record.
-// Scrambles  product: state times a constant, the library's; folded: the same with its high half added (exclusive or)
-//            to the low one, which costs the kernels no instruction: the high half is at hand, the mask takes both
+// Scrambles  of the state's four words s to draws. product: s[w] * C, the library's
+//            folded: the product, its low half plus (exclusive or) its high half
+//            added: s[w] * C + s[w + 1], and s[3] * C, then folded. Still every state gives different draws. Either
+//            costs the kernels no instruction: the multiplication adds, and the mask of the low half takes both halves.
 // Orders     in which the words (two draws each, the scrambled state) of nodes, steps, lanes are consumed; see kOrders
 // Views      of the words: as they are, their low or high halves packed (the earlier one on top), each also with its
 //            bits reversed, and drops: one bit a draw, set where it falls below one half
@@ -41,7 +43,7 @@ static const Order kOrders[] = {
 };
 
 static const Order* order;
-static int folded;
+static enum { PRODUCT, FOLDED, ADDED } scramble;
 static u64 block;  // of the stream: eight generators
 static u32 buffer[kMaxBlock], length, position;
 
@@ -103,8 +105,9 @@ static void refill(void) {
       for (u32 word = 0; word < kWords; ++word) {
         if (how == NODES_OF_ONE_WORD && word != 2) continue;
         const u32 at = how == LANES_OUTSIDE ? (g * order->steps + i) * kWords + word : length;
-        const u32 product = s[word][g] * 0x9E3779B1u;
-        buffer[at] = folded ? product ^ product >> 16 : product;
+        const u32 next = scramble == ADDED && word < 3 ? s[word + 1][g] : 0;
+        const u32 draws = s[word][g] * 0x9E3779B1u + next;
+        buffer[at] = scramble == PRODUCT ? draws : draws ^ draws >> 16;
         ++length;
       }
     }
@@ -230,7 +233,7 @@ static void patterns(u32 threshold, int apart) {
 int main(int argc, char** argv) {
   u32 (*next)(void) = NULL;
   if (argc < 5) return fprintf(stderr, "see the head of rng.c\n"), 2;
-  folded = !strcmp(argv[2], "folded");
+  scramble = !strcmp(argv[2], "added") ? ADDED : !strcmp(argv[2], "folded") ? FOLDED : PRODUCT;
   for (u32 i = 0; i < sizeof kOrders / sizeof *kOrders; ++i)
     if (!strcmp(argv[3], kOrders[i].name)) order = kOrders + i;
   for (u32 i = 0; i < sizeof kViews / sizeof *kViews; ++i)

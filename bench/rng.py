@@ -1,7 +1,8 @@
 """The dropout generator under TestU01 and chi-square tests of drop patterns: `python -m bench.rng --testu01 DIR`.
 
 DIR holds include/ and lib/ of an installed TestU01; the tests are compiled from `rng.c`, which says what is tested.
-The record is rewritten after every test: what was cut short shows how far it came.
+The record is rewritten after every test: what was cut short shows how far it came. Called again on the same day it
+goes on: runs that the record has whole are not repeated.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ SOURCE = HERE / "rng.c"
 ORDERS = ("columns", "nodes", "lanes", "column", "wide", "seeds", "high")
 VIEWS = ("words", "low", "high", "drops", "words_reversed", "low_reversed", "high_reversed")
 TESTS = {"patterns": 6, "smallcrush": 10, "crush": 96}
-SCRAMBLES = ("product", "folded")
+SCRAMBLES = ("product", "folded", "added")
 RUNS = (
     *(("smallcrush", scramble, order, "words") for scramble in SCRAMBLES for order in ORDERS),
     *(("patterns", scramble, order, "words") for scramble in SCRAMBLES for order in ORDERS),
     *(("smallcrush", scramble, order, view) for scramble in SCRAMBLES for order in ORDERS[:3] for view in VIEWS[1:]),
-    ("crush", "folded", "columns", "words"),
+    ("crush", "added", "columns", "words"),
     ("crush", "product", "nodes", "words"),
     ("crush", "product", "columns", "words"),
 )
@@ -39,6 +40,11 @@ def compile_program(directory: Path, *flags: str) -> Path:
     command = ["cc", "-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror", str(SOURCE), "-o", str(program), *flags]
     subprocess.run(command, check=True)
     return program
+
+
+def key(run: dict[str, Any]) -> tuple[str, ...]:
+    """What a run is of."""
+    return run["battery"], run["scramble"], run["order"], run["view"]
 
 
 def summarise(run: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -60,10 +66,16 @@ def main() -> None:
     record: dict[str, Any] = {"environment": environment.describe(), "tool": "TestU01 1.2.3", "runs": []}
     path = HERE / "records" / f"rng-{record['environment']['date'][:10]}.json"
     path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        record["runs"] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    whole = [key(run) for run in record["runs"] if run["tests"] == "{0} of {0}".format(TESTS[run["battery"]])]
     libraries = [f"-L{testu01}/lib", "-ltestu01", "-lprobdist", "-lmylib", "-lm"]
     with tempfile.TemporaryDirectory() as directory:
         program = compile_program(Path(directory), "-march=native", "-DTESTU01", f"-I{testu01}/include", *libraries)
         for battery, scramble, order, view in RUNS:
+            if (battery, scramble, order, view) in whole:
+                continue
+            record["runs"] = [run for run in record["runs"] if key(run) != (battery, scramble, order, view)]
             begin = time.perf_counter()
             run: dict[str, Any] = {"battery": battery, "scramble": scramble, "order": order, "view": view}
             results: list[dict[str, Any]] = []
