@@ -210,8 +210,9 @@ static void patterns(u32 threshold, int apart) {
   double chi2 = 0, rare_count = 0, rare_expected = 0;
   long cells = 0;
   for (u32 pattern = 0; pattern < 1u << kBits; ++pattern) {
+    const double p = threshold / 65536.0;
     double expected = n_patterns;
-    for (int bit = 0; bit < kBits; ++bit) expected *= pattern >> bit & 1 ? threshold / 65536.0 : 1 - threshold / 65536.0;
+    for (int bit = 0; bit < kBits; ++bit) expected *= pattern >> bit & 1 ? p : 1 - p;
     if (expected < 10) {
       rare_count += count[pattern];
       rare_expected += expected;

@@ -37,7 +37,7 @@ NOTABLE, FAILURE = 1e-3, 1e-10  # two-sided; beyond the second TestU01's authors
 def compile_program(directory: Path, *flags: str) -> Path:
     """The program of `rng.c`."""
     program = directory / "rng"
-    command = ["cc", "-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror", str(SOURCE), "-o", str(program), *flags]
+    command = ["cc", "-std=gnu11", "-O3", "-Wall", "-Wextra", str(SOURCE), "-o", str(program), *flags]
     subprocess.run(command, check=True)
     return program
 
