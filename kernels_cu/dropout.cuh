@@ -1,8 +1,9 @@
 // What       the dropout mask as a function of (seed, node, column), the same bits on every backend
 //
 // One Philox4x32-10 call per node and lane j = (column % 64) / 8, on counter (node low, node high, j, 0) under the
-// seed, gives the state of a xoshiro128 generator that steps once per further 64 columns. Each of its four words
-// times an odd constant holds two 16-bit draws, low half first; a draw below the threshold drops its column.
+// seed, gives the state of a xoshiro128 generator that steps once per further 64 columns. Each of its four words,
+// scrambled by an odd constant, its neighbour and its own high half (bench/NOTES.md says why), holds two 16-bit draws,
+// low half first; a draw below the threshold drops its column.
 // Source     Salmon et al. 2011 (Philox); Blackman and Vigna 2021 (xoshiro)
 #pragma once
 #include "common.cuh"
@@ -56,7 +57,8 @@ constexpr u32 kSigns = 0x80008000u;
 __device__ __forceinline__ void kept_signs(const DropoutState& state, const DrawPair& threshold, u32 (&kept)[4]) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    const u32 x = state.s[q] * 0x9E3779B1u, d = (x | kSigns) - threshold.low_bits;
+    const u32 product = state.s[q] * 0x9E3779B1u + (q < 3 ? state.s[q + 1] : 0);
+    const u32 x = product ^ product >> 16, d = (x | kSigns) - threshold.low_bits;
     kept[q] = (x & d) | ((x | d) & threshold.either);
   }
 }

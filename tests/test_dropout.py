@@ -57,7 +57,9 @@ def plain_keeps(seed: int, node: int, column: int, drop_below: int) -> bool:
     state = plain_philox([node % 2**32, node >> 32, in_block // 8, 0], [seed % 2**32, seed >> 32])
     for _ in range(column // 64):
         state = plain_xoshiro(state)
-    word = state[in_block % 8 // 2] * 0x9E3779B1 % 2**32
+    at = in_block % 8 // 2
+    product = (state[at] * 0x9E3779B1 + (state[at + 1] if at < 3 else 0)) % 2**32
+    word = product ^ product >> 16
     draw = word >> 16 if in_block % 2 else word & 0xFFFF
     return draw >= drop_below
 

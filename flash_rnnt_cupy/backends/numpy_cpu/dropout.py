@@ -2,9 +2,9 @@
 
 A node's row of draws starts from one Philox4x32-10 call per lane j = (column % 64) // 8, on the counter
 (node low, node high, j, 0) under the 64-bit seed. Its four words are the state of a xoshiro128 generator
-that steps once for every further 64 columns. Each word times an odd constant gives two 16-bit draws, low
-half first; a draw below the threshold drops its column. The product is what makes the linear generator's
-draws independent enough.
+that steps once for every further 64 columns. Each word, scrambled, gives two 16-bit draws, low half first; a
+draw below the threshold drops its column. The scramble is what makes the linear generator's draws
+independent: it passes TestU01's SmallCrush in every order of use (bench/NOTES.md).
 
 Source: Salmon et al. 2011 (Philox); Blackman and Vigna 2021 (xoshiro).
 """
@@ -30,11 +30,19 @@ def keep_mask(seed: int, node_n: npt.NDArray[np.int64], width: int, drop_below: 
     state = _philox(node_n.astype(np.uint64), seed)  # 4 x [n, 8]
     blocks = []
     for _ in range(-(-width // BLOCK)):
-        words = np.stack(state, -1) * _SCRAMBLE  # [n, 8, 4]
+        words = _scrambled(state)
         draws = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)  # [n, 8, 4, 2]
         blocks.append((draws >= drop_below).reshape(len(node_n), BLOCK))
         state = _xoshiro(state)
     return np.concatenate(blocks, 1)[:, :width]
+
+
+def _scrambled(state: list[Words]) -> Words:
+    """[n, 8, 4]: each word times a constant plus the next word, its low half exclusive-or its high half."""
+    words = np.stack(state, -1)
+    products = words * _SCRAMBLE
+    products[..., :3] += words[..., 1:]
+    return products ^ (products >> np.uint32(16))
 
 
 def _philox(node_n: npt.NDArray[np.uint64], seed: int) -> list[Words]:
