@@ -37,21 +37,22 @@ def _source(record: dict[str, Any]) -> str:
     return f"{where['device']['name']}, {where['date'][:10]}, commit {where['commit'][:9]}, {named}."
 
 
-def steps(record: dict[str, Any]) -> str:
-    """Throughput and memory of a training step."""
-    rows = [
-        (
-            row["workload"],
-            f"{row['nodes'] / 1e6:.2f} M",
-            "all nodes" if row["min_occupancy"] == 0 else f"posterior above {row['min_occupancy']:g}",
-            f"{row['samples_per_s']:,.0f}",
-            f"{row['samples_per_s_cool']:,.0f}",
-            f"{row['peak_gib']:.2f}",
-        )
-        for row in record["steps"]
-    ]
-    header = ("batch", "nodes", "backward visits", "samples/s, sustained", "first 20 steps", "peak GiB")
-    return f"{_table(header, rows)}\n\n{_source(record)}"
+def run(record: dict[str, Any]) -> str:
+    """Samples a second @ peak GiB of every provider on every batch."""
+    rows = record["run"]
+    nodes = {row["batch"]: row["nodes"] for row in rows}
+    cells = {(row["provider"], row["batch"]): _cell(row) for row in rows}
+    names = list(dict.fromkeys(row["provider"] for row in rows if "failed" not in row))
+    header = ("samples/s @ peak GiB", *(f"{batch}, {n / 1e6:.2f} M nodes" for batch, n in nodes.items()))
+    table = _table(header, ((name, *(cells.get((name, batch), "-") for batch in nodes)) for name in names))
+    worst = max(row["errors"]["loss"] for row in rows if "failed" not in row)
+    return f"{table}\n\nLosses on a cut of each batch are within {worst:.0e} of float64's. {_source(record)}"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return "out of memory" if "OutOfMemory" in row["failed"] else "-"
+    return f"{row['samples_per_s']:,.0f} @ {row['peak_gib']:.2f}"
 
 
 def stages(record: dict[str, Any]) -> str:
@@ -59,8 +60,8 @@ def stages(record: dict[str, Any]) -> str:
     runs = record["stages"]
     header = [
         "stage, ms",
-        *(f"{r['workload']}, {r['tile_rows']} rows, min_occupancy {r['min_occupancy']:g}" for r in runs),
-        "within reach (medium, dense)",
+        *(f"{r['backend']}, {r['tile_rows']} rows, min_occupancy {r['min_occupancy']:g}" for r in runs),
+        "within reach (dense)",
     ]
     names = [name for name in runs[0]["stages_ms"] if any(run["stages_ms"][name] >= 0.005 for run in runs)]
     rows = [
@@ -94,8 +95,24 @@ def demo(record: dict[str, Any]) -> str:
     return f"```\n{record['printed'].strip()}\n```"
 
 
+def occupancy(record: dict[str, Any]) -> str:
+    """Accuracy and rows of each threshold."""
+    thresholds = list(record["occupancy"][0]["thresholds"])
+    header = ["float32, rows visited and distance to dense", *thresholds, "float32 against float64"]
+    rows = [
+        [
+            row["lattice"],
+            *(f"{100 * at['rows']:.1f} %, {at['error']:.1e}" for at in row["thresholds"].values()),
+            f"{row['float32_error']:.1e}",
+        ]
+        for row in record["occupancy"]
+    ]
+    return f"{_table(header, rows)}\n\n{record['environment']['device']['name']}, {record['environment']['date'][:10]}."
+
+
 WRITERS = {
-    "steps": steps,
+    "run": run,
+    "occupancy": occupancy,
     "stages": stages,
     "gpu-suite": gpu_suite,
     "first-call": first_call,

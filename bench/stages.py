@@ -20,19 +20,21 @@ from bench import environment, workloads
 from flash_rnnt_cupy import backends, pipeline, validate
 from flash_rnnt_cupy.adapters.arrays import buffer_of, open_array
 from flash_rnnt_cupy.plan import GRADIENTS, make_plan
-from flash_rnnt_cupy.problem import Inputs
+from flash_rnnt_cupy.problem import DEFAULT_MIN_OCCUPANCY, Inputs
 
 STAGES = (
     "begin",
     "joint_forward",
     "product",
     "normalize_forward",
+    "score",
     "sum_alignments",
     "losses",
     "posteriors",
     "select_rows",
     "start_backward",
     "normalize_backward",
+    "grad_scores",
     "product_weight",
     "product_hidden",
     "joint_backward",
@@ -46,10 +48,18 @@ WITHIN_REACH_MS = {
     "product": 9.0,
     "normalize_forward": 1.2,
     "normalize_backward": 2.2,
+    "score": 4.7,
+    "grad_scores": 5.3,
     "product_weight": 4.4,
     "product_hidden": 4.4,
 }
 STEPS = 7
+CONFIGURATIONS = (  # tile_rows, min_occupancy, backend
+    ("auto", 0.0, "cuda"),
+    ("auto", DEFAULT_MIN_OCCUPANCY, "cuda"),
+    (16_896, 0.0, "cuda"),
+    ("auto", 0.0, "cuda-generic"),
+)
 RECORDS = Path(__file__).with_name("records")
 
 
@@ -83,11 +93,11 @@ class Clock:
         return totals
 
 
-def measure(name: str, tile_rows: Any, min_occupancy: float, dtype: str = "float16") -> dict[str, Any]:
+def measure(name: str, tile_rows: Any, min_occupancy: float, wanted_backend: str) -> dict[str, Any]:
     """Median milliseconds of each stage, and of the whole step without the clocks."""
     import cupy  # noqa: PLC0415
 
-    given = workloads.load(name).arrays(cupy, dtype)
+    given = workloads.load(name).arrays(cupy, "float16")
     arrays = {key: open_array(key, given[key]) for key in ("encoder", "predictor", "weight", "bias")}
     options = validate.check_options(dropout=workloads.DROPOUT, seed=1, min_occupancy=min_occupancy)
     problem = validate.joint_problem(
@@ -99,7 +109,7 @@ def measure(name: str, tile_rows: Any, min_occupancy: float, dtype: str = "float
         options,
     )
     wanted = frozenset(GRADIENTS) - {"logits"}
-    backend = backends.choose("auto", problem, "cuda:0")
+    backend = backends.choose(wanted_backend, problem, "cuda:0")
     plan = make_plan(problem, backend.facts, tile_rows, None, wanted)
     inputs = Inputs(given["targets"], **{key: opened.buffer() for key, opened in arrays.items()})
     upstream = buffer_of(cupy.full(problem.batch, 1 / problem.batch))
@@ -127,7 +137,7 @@ def measure(name: str, tile_rows: Any, min_occupancy: float, dtype: str = "float
         "rows": gradients.rows,
         "tile_rows": plan.tile_rows,
         "min_occupancy": min_occupancy,
-        "dtype": dtype,
+        "backend": wanted_backend,
         "step_ms": float(np.median(steps[2:])),
         "stages_ms": {stage: float(np.median([run.get(stage, 0.0) for run in runs[2:]])) for stage in STAGES},
     }
@@ -137,10 +147,10 @@ def main(names: list[str]) -> None:
     """Measures the named batches, prints a table and writes a record."""
     rows = []
     for name in names or ["medium"]:
-        for tile_rows, min_occupancy in (("auto", 0.0), ("auto", 1e-8), (16_384, 0.0)):
-            row = measure(name, tile_rows, min_occupancy)
+        for configuration in CONFIGURATIONS:
+            row = measure(name, *configuration)
             rows.append(row)
-            print(f"{name} tile_rows={row['tile_rows']} min_occupancy={min_occupancy}: {row['step_ms']:.2f} ms a step")
+            print(f"{name} {configuration}, {row['tile_rows']} rows a tile: {row['step_ms']:.2f} ms a step")
             for stage, milliseconds in row["stages_ms"].items():
                 print(f"    {stage:<20}{milliseconds:9.3f} ms")
     record = {"environment": environment.describe(), "stages": rows}
