@@ -40,8 +40,6 @@ def frontier(record: dict[str, Any], folder: Path) -> Path:
         for library in ["ours", *others]:
             mine = [row for row in rows if (row["batch"], _library(row)) == (batch, library)]
             points = [(row["peak_gib"], row["samples_per_s"]) for row in mine]
-                (r["peak_gib"], r["samples_per_s"]) for r in rows if (r["batch"], _library(r)) == (batch, library)
-            ]
             if points:
                 colour = OURS if library == "ours" else OTHERS[others.index(library) % len(OTHERS)]
                 axis.plot(*zip(*sorted(points), strict=True), "o", color=colour, label=library)
