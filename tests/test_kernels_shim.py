@@ -210,7 +210,7 @@ class Walk:
             hidden = [side.take("tile hidden", grad_hidden) for side in self.sides]
             if active is not None:  # what is not active counts for nothing
                 hidden[0][: tile.n_rows][~active_columns(active[: tile.n_rows], self.case.H)] = np.nan
-            hidden[1] *= UNIT / self.keep_scale
+            hidden[1][: tile.n_rows] *= UNIT / self.keep_scale
             given = zip(self.sides, calls, logits, hidden, (active, None), sums, strict=True)
             for side, call, z, h, bits, total in given:
                 side.backend.normalize_backward(call, tile, z, side.lattice, z, total.get("bias"))
