@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", nargs="+", default=list(workloads.NAMES))
     parser.add_argument("--trained", type=Path, help="states of a trained model: adds the batch `trained`")
-    parser.add_argument("--providers", nargs="+", default=[""], help="only those whose name contains one of these")
+    parser.add_argument("--providers", nargs="+", default=[""], help="only those of these names, or that contain them")
     parser.add_argument("--peers", type=Path, help="a folder with other libraries' code")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each sustained measurement, at most")
     options = parser.parse_args()
@@ -140,7 +140,9 @@ def main() -> None:
     where = environment.describe()
     path = RECORDS / f"run-{where['date'][:10]}-{where['commit'][:9]}.json"
     RECORDS.mkdir(exist_ok=True)
-    chosen = [p for p in providers(options.peers) if any(part in p.name for part in options.providers)]
+    found = providers(options.peers)
+    names = {p.name for p in found}
+    chosen = [p for p in found if any(w == p.name if w in names else w in p.name for w in options.providers)]
     run((make().to(device) for make in made), chosen, options.seconds, path)
     print(f"written to {path}")
 
