@@ -58,7 +58,7 @@ class _Library:
     def __init__(self, name: str) -> None:
         self.name = name
         self.module: Any = np
-        if name == "cuda":
+        if name != "numpy":
             import cupy  # noqa: PLC0415  CuPy is imported on demand
 
             self.module = cupy
