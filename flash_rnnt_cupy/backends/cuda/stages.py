@@ -386,9 +386,7 @@ def begin(
         made["index tables"] = allocate(plan.account["index tables"].shape, "int64")
         driver.upload(list(arrays.values()), made["index tables"])
     table = tables.addresses(arrays, made["index tables"].pointer)
-    call = CudaCall(
-        driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias
-    )
+    call = CudaCall(driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias)
     return dataclasses.replace(
         call,
         weight=_as_used(call, inputs.weight, "weight as multiplied"),
