@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_rnnt_cupy import backends, pipeline, validate
 from flash_rnnt_cupy.adapters.arrays import Facts, host_integers
 from flash_rnnt_cupy.backends import Allocate, Backend, Buffer, Lattice
-from flash_rnnt_cupy.backends.cuda.memory import DeviceArray
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
 from flash_rnnt_cupy.errors import InputError, InputTypeError
 from flash_rnnt_cupy.plan import Life, Plan, TileRows, make_plan
 from flash_rnnt_cupy.problem import FLOATS, Form, Inputs, Options
@@ -237,7 +237,7 @@ def _allocator(device: torch.device) -> Allocate:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         if not tensor.is_cuda:
             return _buffer(tensor)
-        return DeviceArray(tensor.data_ptr(), shape, dtype, tensor.stride(), tensor)
+        return DeviceArray(tensor.data_ptr(), shape, dtype, contiguous_strides(shape), tensor)
 
     return allocate
 

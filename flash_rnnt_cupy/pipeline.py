@@ -122,16 +122,15 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
     """Recomputes the rows that matter, tile by tile, and adds up the gradients."""
     backend, plan, lattice = saved.backend, saved.plan, saved.lattice
     kept, saved.workspace = saved.workspace, None  # its logits become gradients: good for one backward
+    rows, dropped = (plan.rows, 0.0) if plan.untiled else backend.select_rows(saved.call, lattice)
+    call = backend.start_backward(saved.call, rows, grad_losses_b)
     apart = {name for name in wanted if f"sums of {name}" in plan.account}  # summed in a wider dtype
     sums = {name: saved.take(f"sums of {name}" if name in apart else f"gradient of {name}") for name in wanted}
     for buffer in sums.values():
-        backend.fill_zero(saved.call, buffer)
+        backend.fill_zero(call, buffer)
     weight_product = saved.take("weight product")
     workspace = kept or Workspace(saved.take("tile hidden"), saved.take("tile logits"))
     hidden, logits = workspace.hidden, workspace.logits
-    # may wait for the device: what needs no rows is done by then
-    rows, dropped = (plan.rows, 0.0) if plan.untiled else backend.select_rows(saved.call, lattice)
-    call = backend.start_backward(saved.call, rows, grad_losses_b)
 
     for tile in plan.cut(rows):
         if kept is None:
