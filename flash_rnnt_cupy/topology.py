@@ -74,10 +74,6 @@ class Topology:
     columns: tuple[Column, ...]
     arcs: tuple[Arc, ...]
 
-    def __hash__(self) -> int:
-        """Quick: a table is part of the key of every kernel."""
-        return hash(self.name)
-
     def __post_init__(self) -> None:
         """Rejects tables on which the recursion would not end or occupancy is undefined."""
         for arc in self.arcs:
