@@ -8,6 +8,7 @@ copies the columns first, and an untiled call recomputes its tile.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,10 @@ class TransducerLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return (None, *_spread(_apply(TransducerGradients, *arguments), wanted))
         return (None, *_spread(TransducerGradients.forward(*arguments), wanted))
+
+
+# torch asks for it at every call, and would work it out anew
+TransducerLoss.forward.__signature__ = inspect.signature(TransducerLoss.forward)  # type: ignore[attr-defined]
 
 
 class TransducerGradients(torch.autograd.Function):

@@ -23,7 +23,9 @@ from flash_rnnt_cupy.problem import Lengths
 
 def starts(counts: Lengths) -> Lengths:
     """Exclusive prefix sums with the total at the end: [n] -> [n + 1]."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+    ends = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
 
 
 class Rectangle(NamedTuple):
@@ -101,12 +103,11 @@ class Packing:
 
     def all_rows(self) -> Rows:
         """Every node a row."""
-        states_f = self.states_b[self.utterance_f]
-        return Rows(self, starts(states_f), np.zeros(self.n_frames, np.int32))
+        return Rows(self, starts(np.repeat(self.states_b, self.frames_b)), np.zeros(self.n_frames, np.int32))
 
     def band_rows(self, lo_f: npt.NDArray[np.int32], hi_f: npt.NDArray[np.int32]) -> Rows:
         """Of frame f the states [lo_f[f], hi_f[f]); lo == hi leaves the frame out."""
-        return Rows(self, starts((hi_f - lo_f).astype(np.int64)), lo_f)
+        return Rows(self, starts(hi_f - lo_f), lo_f)
 
 
 @dataclass(frozen=True, eq=False)
