@@ -48,9 +48,9 @@ def in_sub_batches(loss: Loss, size: int | None = None) -> Callable[[Batch], Ste
 
 def diagonal_loss(logits: Tensor, targets: Tensor, frames: Tensor, labels: Tensor, blank: int) -> Tensor:
     """The loss in PyTorch's operations alone, one anti-diagonal d = t + u at a time."""
-    scores = logits.log_softmax(-1)
+    scores = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     B, T, U1, _ = scores.shape
-    low = torch.finfo(scores.dtype).min / 1e4  # log of zero that has gradients
+    low = -1e30  # log of zero, and with a gradient
     blanks = scores[..., blank]
     picked = scores[:, :, :-1].gather(3, targets[:, None, :, None].expand(B, T, U1 - 1, 1))[..., 0]
     marks = functional.pad(picked, (0, 1), value=low)
