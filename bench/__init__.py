@@ -1,1 +1,1 @@
-"""Measurements: workloads, how they are timed, and records of real runs."""
+"""Measurements: workloads, providers, how they are timed, and records of real runs."""

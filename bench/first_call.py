@@ -1,17 +1,15 @@
-"""Seconds of a process's first call, with an empty and a filled kernel cache: `python -m bench.first_call`."""
+"""Seconds of a process's first call, with an empty and a filled kernel cache: `python -m bench first-call`."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-from bench import environment
+from bench.records import Record
 
-RECORDS = Path(__file__).with_name("records")
 CALL = """
 import time, cupy, numpy as np
 cupy.zeros(1).get()
@@ -24,8 +22,9 @@ print(time.perf_counter() - begin)
 """
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Measures both and writes a record."""
+    argparse.ArgumentParser(prog="bench first-call", description=__doc__).parse_args(arguments)
     seconds = {}
     with tempfile.TemporaryDirectory() as cache:
         for state in ("empty", "filled"):
@@ -38,11 +37,4 @@ def main() -> None:
             )
             seconds[state] = float(done.stdout)
             print(f"first call with an {state} cache: {seconds[state]:.2f} s")
-    record = {"environment": environment.describe(), "first_call_s": seconds}
-    RECORDS.mkdir(exist_ok=True)
-    path = RECORDS / f"first-call-{record['environment']['date'][:10]}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    Record("first-call").put("first_call_s", seconds)

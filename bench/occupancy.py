@@ -1,4 +1,4 @@
-"""What leaving nodes out of backward costs in accuracy and saves in rows: `python -m bench.occupancy [states.npz]`.
+"""What leaving nodes out of backward costs in accuracy and saves in rows: `python -m bench occupancy [states.npz]`.
 
 Relative L2 distance of the gradients to the dense ones, the largest over the inputs, in float32 on the CPU, beside
 what float32 itself is off from float64. Lattices: random states, a flat one, and those of a trained model if given.
@@ -6,8 +6,8 @@ what float32 itself is off from float64. Lattices: random states, a flat one, an
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 import flash_rnnt_cupy as frc
-from bench import environment
+from bench.records import Record
 from bench.workloads import VOCABULARY, WIDTH
 
-RECORDS = Path(__file__).with_name("records")
 THRESHOLDS = (1e-6, 1e-7, 1e-8)
 NAMES = ("encoder", "predictor", "weight", "bias")
 TRAINED = (0, 7, 16)  # utterances of the file
@@ -55,21 +54,15 @@ def _distance(ours: frc.Gradients, truth: frc.Gradients) -> float:
 
 def main(arguments: list[str]) -> None:
     """Measures all lattices, prints and writes a record."""
-    rows = []
-    for name, arrays in _lattices(Path(arguments[0]) if arguments else None):
+    parser = argparse.ArgumentParser(prog="bench occupancy", description=__doc__)
+    parser.add_argument("states", nargs="?", type=Path, help="npz file of a trained model's states")
+    record = Record("occupancy")
+    for name, arrays in _lattices(parser.parse_args(arguments).states):
         dense = _gradients(arrays, "float32", 0.0)
         row = {"lattice": name, "float32_error": _distance(dense, _gradients(arrays, "float64", 0.0)), "thresholds": {}}
         for threshold in THRESHOLDS:
             active = _gradients(arrays, "float32", threshold)
             kept, error = active.rows / active.nodes, _distance(active, dense)
             row["thresholds"][f"{threshold:g}"] = {"rows": kept, "error": error, "dropped": active.dropped_posterior}
-        rows.append(row)
+        record.add("occupancy", row, "lattice")
         print(json.dumps(row))
-    record = {"environment": environment.describe(), "occupancy": rows}
-    path = RECORDS / f"occupancy-{record['environment']['date'][:10]}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {path}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,109 +1,178 @@
-"""The figures of README.md from the newest records: `python -m bench.plot`."""
+"""Draws the figures of bench/figures/ from the newest records and the memory plan: `python -m bench plot`.
+
+SVG and PNG, with a transparent ground and colours that are read on white and on dark.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from bench import workloads
-from bench.report import newest
+from bench.records import FOLDER, HERE, stored
+from bench.report import of_accuracy, of_run
+from bench.stages import WITHIN_REACH_MS
 from flash_rnnt_cupy import plan_memory
 
-FIGURES = Path(__file__).with_name("figures")
-INK = "#808080"  # readable on white and on dark
-OURS, OTHERS = "#2b7fd4", ("#d4742b", "#3a9a5b", "#a05bc0", "#b59a2a", "#c04a6a", "#4aa6a6")
-FRAMES_A_SECOND, LABELS_A_SECOND = 12.5, 3.5
+FIGURES = HERE / "figures"
+OURS, FLOOR, INK = "#e8590c", "#1c9bd6", "#868e96"
+PEERS = ("#1c9bd6", "#2f9e44", "#ae3ec9", "#c99a06", "#5c7cfa", "#c2255c", "#0ca678")
+MARKERS = "osD^vP*X<>ph"
 STYLE = {
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    "savefig.transparent": True,
+    "savefig.dpi": 150,
+    "svg.hashsalt": "bench",  # the same figure, the same file
+    "font.size": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "svg.hashsalt": "flash_rnnt_cupy",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "grid.color"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "legend.labelcolor"), INK),
+}
+H, V = 640, 1024
+FRAME_SECONDS, LABELS_PER_SECOND = 0.08, 2.8
+
+
+def throughput(folder: Path) -> Figure | None:
+    """Samples a second against peak memory, a panel a batch."""
+    rows = [row for row in of_run(folder) if "failed" not in row and row["peak_gib"]]
+    if not rows:
+        return None
+    workloads, providers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("workload", "provider"))
+    columns = min(3, len(workloads))
+    figure = Figure(figsize=(1 + 3.2 * columns, 1 + 2.9 * -(-len(workloads) // columns)), layout="constrained")
+    panels = np.ravel(figure.subplots(-(-len(workloads) // columns), columns, squeeze=False))
+    libraries = list(dict.fromkeys(name.partition(",")[0] for name in providers if not _is_ours(name)))
+    for panel, workload in zip(panels, workloads, strict=False):
+        for row in rows:
+            if row["workload"] == workload:
+                name = row["provider"]
+                ours = _is_ours(name)
+                colour = OURS if ours else PEERS[libraries.index(name.partition(",")[0]) % len(PEERS)]
+                marker = MARKERS[providers.index(name) % len(MARKERS)]
+                panel.plot(
+                    row["peak_gib"],
+                    row["samples_per_s"],
+                    marker,
+                    color=colour,
+                    markersize=8 if ours else 5,
+                    label=name,
+                    zorder=3 if ours else 2,
+                )
+        panel.set(title=workload, xlabel="peak memory (GiB)", xscale="log", yscale="log")
+        panel.set_ylabel("throughput (utterances / s)")
+    for panel in panels[len(workloads) :]:
+        panel.set_axis_off()
+    seen = {}
+    for panel in panels:
+        handles, names = panel.get_legend_handles_labels()
+        seen |= dict(zip(names, handles, strict=True))
+    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("ours")
+
+
+def stages(folder: Path) -> Figure | None:
+    """Time of each stage beside what is within reach."""
+    runs = [run for record in stored("stages", folder)[:1] for run in record.get("stages", []) if "failed" not in run]
+    runs = [run for run in runs if run["workload"] == "medium" and run["min_occupancy"] == 0] or runs
+    if not runs:
+        return None
+    times = {name: ms for name, ms in runs[0]["stages_ms"].items() if ms >= 0.005}
+    figure = Figure(figsize=(7, 0.8 + 0.28 * len(times)), layout="constrained")
+    axes: Axes = figure.subplots()
+    at = np.arange(len(times))
+    axes.barh(at + 0.2, list(times.values()), 0.38, color=OURS, label="measured")
+    axes.barh(at - 0.2, [WITHIN_REACH_MS.get(name, 0.0) for name in times], 0.38, color=FLOOR, label="within reach")
+    axes.set_yticks(at, list(times))
+    axes.invert_yaxis()
+    axes.set(xlabel="time in a training step (ms)", title=f"{runs[0]['workload']}, all nodes in backward")
+    axes.grid(visible=False, axis="y")
+    axes.legend()
+    return figure
+
+
+def memory(folder: Path) -> Figure:
+    """Peak memory against the length of an utterance, as planned for an H200."""
+    del folder  # nothing measured
+    minutes = np.geomspace(0.1, 120, 25)
+    lengths = [(int(60 * m / FRAME_SECONDS), int(60 * m * LABELS_PER_SECOND)) for m in minutes]
+
+    def peaks(tile_rows: int | str | None) -> list[float]:
+        plans = (plan_memory([T], [U], H, V, dtype="float16", tile_rows=tile_rows, backend="cuda") for T, U in lengths)
+        return [plan.peak_bytes / 2**30 for plan in plans]
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes: Axes = figure.subplots()
+    nodes = np.array([T * (U + 1) for T, U in lengths], float)
+    dense = 2 * nodes * (H + V) * 2 / 2**30  # hidden states and logits and their gradients
+    axes.loglog(minutes, dense, "--", color=INK, label="dense joint network (hidden states, logits, gradients)")
+    axes.loglog(minutes, peaks(None), color=FLOOR, label="ours, untiled")
+    axes.loglog(minutes, peaks("auto"), color=OURS, linewidth=2.5, label="ours, default")
+    axes.axhline(141e9 / 2**30, color=INK, linewidth=0.8, linestyle=":")
+    axes.annotate("one H200", (minutes[0], 141e9 / 2**30), xytext=(0, 3), textcoords="offset points")
+    axes.set(xlabel="audio of one utterance (minutes)", ylabel="peak memory (GiB)", title="joint network and loss")
+    axes.legend()
+    return figure
+
+
+def accuracy(folder: Path) -> Figure | None:
+    """Error of the posterior sums against the length of the lattice."""
+    rows = [row for row in of_accuracy(folder) if "failed" not in row]
+    if not rows:
+        return None
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes: Axes = figure.subplots()
+    for i, name in enumerate(dict.fromkeys(row["loss"] for row in rows)):
+        points = sorted((row["T"] + row["U"], row["error"]) for row in rows if row["loss"] == name)
+        ours = _is_ours(name)
+        axes.loglog(
+            *zip(*points, strict=True),
+            marker=MARKERS[i],
+            color=OURS if ours else PEERS[i % len(PEERS)],
+            linewidth=2.5 if ours else 1.2,
+            label=name,
+        )
+    axes.set(xlabel="lattice diagonals, T + U", ylabel="largest error of a posterior sum", title="uniform scores")
+    axes.legend()
+    return figure
+
+
+DRAWN: dict[str, Callable[[Path], Figure | None]] = {
+    "throughput": throughput,
+    "stages": stages,
+    "memory": memory,
+    "accuracy": accuracy,
 }
 
 
-def frontier(record: dict[str, Any], folder: Path) -> Path:
-    """Throughput against peak memory, a panel a batch."""
-    rows = [row for row in record["run"] if "failed" not in row and "peak_gib" in row]
-    batches = list(dict.fromkeys(row["batch"] for row in rows))
-    figure, axes = plt.subplots(1, len(batches), figsize=(4.2 * len(batches), 4), squeeze=False)
-    others = list(dict.fromkeys(_library(row) for row in rows if _library(row) != "ours"))
-    for axis, batch in zip(axes[0], batches, strict=True):
-        for library in ["ours", *others]:
-            mine = [row for row in rows if (row["batch"], _library(row)) == (batch, library)]
-            points = [(row["peak_gib"], row["samples_per_s"]) for row in mine]
-            if points:
-                colour = OURS if library == "ours" else OTHERS[others.index(library) % len(OTHERS)]
-                axis.plot(*zip(*sorted(points), strict=True), "o", color=colour, label=library)
-        axis.set(xscale="log", yscale="log", title=batch, xlabel="peak memory, GiB", ylabel="samples a second")
-    axes[0][0].legend()
-    return _save(figure, folder / "frontier")
-
-
-def _library(row: dict[str, Any]) -> str:
-    return str(row["provider"]).partition(",")[0]
-
-
-def stages(record: dict[str, Any], folder: Path) -> Path:
-    """Milliseconds of each stage of a dense step, with and without fused kernels."""
-    runs = [run for run in record["stages"] if run["min_occupancy"] == 0][::-1]
-    names = [name for name in runs[0]["stages_ms"] if any(run["stages_ms"][name] > 0.02 for run in runs)]
-    figure, axis = plt.subplots(figsize=(9, 3.2))
-    left = np.zeros(len(runs))
-    labels = [f"{run['backend']}, {run['tile_rows']} rows" for run in runs]
-    for i, name in enumerate(names):
-        widths = np.array([run["stages_ms"][name] for run in runs])
-        axis.barh(labels, widths, left=left, label=name, color=plt.get_cmap("tab20")(i))
-        left += widths
-    axis.set_xlabel(f"milliseconds of a dense step, {runs[0]['workload']}")
-    axis.legend(ncols=4, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    return _save(figure, folder / "stages")
-
-
-def memory(folder: Path) -> Path:
-    """Planned peak of a step against the length of one utterance."""
-    seconds = np.array([5, 10, 20, 60, 180, 600, 1800, 3600])
-    sizes = {"joint_width": workloads.WIDTH, "vocabulary": workloads.VOCABULARY, "dtype": "float16"}
-    accounts = [
-        plan_memory([int(s * FRAMES_A_SECOND)], [int(s * LABELS_A_SECOND)], backend="cuda", **sizes) for s in seconds
-    ]
-    figure, axis = plt.subplots(figsize=(6, 4))
-    axis.plot(seconds, [a.peak_bytes / 2**30 for a in accounts], "o-", color=OURS, label="ours, tiled")
-    axis.plot(seconds, [a.dense_bytes / 2**30 for a in accounts], "s--", color=OTHERS[0], label="scores alone, dense")
-    axis.set(xscale="log", yscale="log", xlabel="seconds of audio, one utterance", ylabel="GiB")
-    axis.legend()
-    return _save(figure, folder / "memory")
-
-
-def _save(figure: Any, path: Path) -> Path:
-    """As SVG; the other half of the pair is the transparent ground."""
-    path = path.with_suffix(".svg")
-    figure.savefig(path, transparent=True, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
-    return path
-
-
-def main(folder: Path = FIGURES) -> list[Path]:
-    """Draws what there are records for."""
-    folder.mkdir(exist_ok=True)
-    mpl.use("Agg")
+def draw(folder: Path = FOLDER, figures: Path = FIGURES) -> list[Path]:
+    """Every figure for which there is a record."""
+    figures.mkdir(parents=True, exist_ok=True)
+    paths = []
     with mpl.rc_context(STYLE):
-        drawn = [memory(folder)]
-        if record := newest("run"):
-            drawn.append(frontier(record, folder))
-        if record := newest("stages"):
-            drawn.append(stages(record, folder))
-    print("\n".join(map(str, drawn)))
-    return drawn
+        for name, drawn in DRAWN.items():
+            figure = drawn(folder)
+            if figure is not None:
+                figure.savefig(figures / f"{name}.svg", metadata={"Date": None})
+                figure.savefig(figures / f"{name}.png")
+                paths += [figures / f"{name}.svg", figures / f"{name}.png"]
+    return paths
 
 
-if __name__ == "__main__":
-    main()
+def main(arguments: list[str]) -> None:
+    """Draws all."""
+    argparse.ArgumentParser(prog="bench plot", description=__doc__).parse_args(arguments)
+    for path in draw():
+        print(path)

@@ -1,4 +1,4 @@
-"""The dropout generator under TestU01 and chi-square tests of drop patterns: `python -m bench.rng --testu01 DIR`.
+"""The dropout generator under TestU01 and chi-square tests of drop patterns: `python -m bench rng --testu01 DIR`.
 
 DIR holds include/ and lib/ of an installed TestU01; the tests are compiled from `rng.c`, which says what is tested.
 The record is rewritten after every test: what was cut short shows how far it came. Called again on the same day it
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import environment
+from bench.records import Record
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "rng.c"
@@ -30,6 +30,7 @@ RUNS = (
     ("crush", "added", "columns", "words"),
     ("crush", "added", "nodes", "words"),
 )
+KEY = ("battery", "scramble", "order", "view")
 NOTABLE, FAILURE = 1e-3, 1e-10  # two-sided; beyond the second TestU01's authors speak of a clear failure
 
 
@@ -43,7 +44,7 @@ def compile_program(directory: Path, *flags: str) -> Path:
 
 def key(run: dict[str, Any]) -> tuple[str, ...]:
     """What a run is of."""
-    return run["battery"], run["scramble"], run["order"], run["view"]
+    return tuple(run[name] for name in KEY)
 
 
 def summarise(run: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -57,24 +58,20 @@ def summarise(run: dict[str, Any], results: list[dict[str, Any]]) -> None:
     run["verdict"] = "fails" if min(beyond) < FAILURE else "suspect" if min(beyond) < 1e-4 else "passes"
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Runs everything and keeps the record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench rng", description=__doc__)
     parser.add_argument("--testu01", type=Path, required=True)
-    testu01 = parser.parse_args().testu01
-    record: dict[str, Any] = {"environment": environment.describe(), "tool": "TestU01 1.2.3", "runs": []}
-    path = HERE / "records" / f"rng-{record['environment']['date'][:10]}.json"
-    path.parent.mkdir(exist_ok=True)
-    if path.exists():
-        record["runs"] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    whole = [key(run) for run in record["runs"] if run["tests"] == "{0} of {0}".format(TESTS[run["battery"]])]
+    testu01 = parser.parse_args(arguments).testu01
+    record = Record("rng")
+    record.put("tool", "TestU01 1.2.3")
+    whole = [key(run) for run in record.rows("runs") if run["tests"] == "{0} of {0}".format(TESTS[run["battery"]])]
     libraries = [f"-L{testu01}/lib", "-ltestu01", "-lprobdist", "-lmylib", "-lm"]
     with tempfile.TemporaryDirectory() as directory:
         program = compile_program(Path(directory), "-march=native", "-DTESTU01", f"-I{testu01}/include", *libraries)
         for battery, scramble, order, view in RUNS:
             if (battery, scramble, order, view) in whole:
                 continue
-            record["runs"] = [run for run in record["runs"] if key(run) != (battery, scramble, order, view)]
             begin = time.perf_counter()
             run: dict[str, Any] = {"battery": battery, "scramble": scramble, "order": order, "view": view}
             results: list[dict[str, Any]] = []
@@ -84,16 +81,10 @@ def main() -> None:
                 for line in process.stdout:
                     if not line.startswith("{"):
                         continue  # TestU01's own words
-                    if not results:
-                        record["runs"].append(run)
                     results.append(json.loads(line))
                     summarise(run, results)
                     run["seconds"] = round(time.perf_counter() - begin, 1)
-                    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                    record.add("runs", run, *KEY)
             if process.returncode:
                 raise RuntimeError(f"{' '.join(command)} failed")
             print(battery, scramble, order, view, run["verdict"], f"{run['seconds']} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,27 @@
-"""Time of every stage of one training step, beside what it could take: `python -m bench.stages [batch ...]`.
+"""Time of every stage of one training step, beside what it could take: `python -m bench stages`.
 
-Each stage function of the backend is wrapped in a pair of CUDA events; a row is the sum over the tiles of a
-step, the median of several steps.
+Each stage function of the backend is wrapped in a pair of marks on the device's stream; a row is the sum over the
+tiles of a step, the median of several steps, gaps between launches included.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
-import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from bench import environment, workloads
-from flash_rnnt_cupy import backends, pipeline, validate
-from flash_rnnt_cupy.adapters.arrays import buffer_of, open_array
-from flash_rnnt_cupy.plan import GRADIENTS, make_plan
-from flash_rnnt_cupy.problem import DEFAULT_MIN_OCCUPANCY, Inputs
+from bench import measure, workloads
+from bench.records import Record
+from bench.workloads import Workload
+from flash_rnnt_cupy.adapters.torch_call import Call, Settings, prepare
+from flash_rnnt_cupy.backends import GENERIC
+from flash_rnnt_cupy.plan import TileRows
+from flash_rnnt_cupy.problem import DEFAULT_MIN_OCCUPANCY, Form
 
 STAGES = (
     "begin",
@@ -42,123 +43,119 @@ STAGES = (
     "finish",
 )
 # Milliseconds within reach on an H200 at the medium batch, dense, of each stage: bytes at 4.2 TB/s, products at 640
-# TFLOP/s, and what a first version of the kernel measured, whichever is longer. joint_forward and product run twice.
+# TFLOP/s, and what a first version of the kernel measured, whichever is longer. joint_forward and product run twice,
+# or not at all where score and grad_scores take their place.
 WITHIN_REACH_MS = {
     "joint_forward": 1.8,
     "product": 9.0,
     "normalize_forward": 1.2,
-    "normalize_backward": 2.2,
     "score": 4.7,
+    "normalize_backward": 2.2,
     "grad_scores": 5.3,
     "product_weight": 4.4,
     "product_hidden": 4.4,
 }
-STEPS = 7
-CONFIGURATIONS = (  # tile_rows, min_occupancy, backend
-    ("auto", 0.0, "cuda"),
-    ("auto", DEFAULT_MIN_OCCUPANCY, "cuda"),
-    (16_896, 0.0, "cuda"),
-    ("auto", 0.0, "cuda-generic"),
+DENSE = 0.0
+CONFIGURATIONS: tuple[tuple[str, TileRows, float], ...] = (
+    ("auto", "auto", DENSE),
+    ("auto", "auto", DEFAULT_MIN_OCCUPANCY),
+    ("auto", 16_384, DENSE),
+    (GENERIC, "auto", DENSE),
 )
-RECORDS = Path(__file__).with_name("records")
+STEPS = 7
 
 
 class Clock:
-    """CUDA events around calls, summed by name."""
+    """Marks around calls, summed by name."""
 
     def __init__(self) -> None:
-        self.events: dict[str, list[tuple[Any, Any]]] = collections.defaultdict(list)
+        self.marks: dict[str, list[tuple[Any, Any]]] = collections.defaultdict(list)
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` with its time on the device noted under ``name``."""
-        import cupy  # noqa: PLC0415  CuPy is imported on demand
 
         def timed(*arguments: Any) -> Any:
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record()
+            begin = measure.mark()
             result = function(*arguments)
-            end.record()
-            self.events[name].append((begin, end))
+            self.marks[name].append((begin, measure.mark()))
             return result
 
         return timed
 
     def milliseconds(self) -> dict[str, float]:
         """Total of each name since the last call."""
-        import cupy  # noqa: PLC0415
-
-        cupy.cuda.Device().synchronize()
-        totals = {name: sum(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) for name, pairs in self.events.items()}
-        self.events.clear()
+        totals = {name: sum(measure.between(*pair) for pair in pairs) for name, pairs in self.marks.items()}
+        self.marks.clear()
         return totals
 
 
-def measure(name: str, tile_rows: Any, min_occupancy: float, wanted_backend: str) -> dict[str, Any]:
-    """Median milliseconds of each stage, and of the whole step without the clocks."""
-    import cupy  # noqa: PLC0415
-
-    given = workloads.load(name).arrays(cupy, "float16")
-    arrays = {key: open_array(key, given[key]) for key in ("encoder", "predictor", "weight", "bias")}
-    options = validate.check_options(dropout=workloads.DROPOUT, seed=1, min_occupancy=min_occupancy)
-    problem = validate.joint_problem(
-        {key: opened.facts for key, opened in arrays.items()},
-        given["targets"],
-        given["encoder_lengths"],
-        given["target_lengths"],
-        -1,
-        options,
+def measured(workload: Workload, dtype: str, backend: str, tile_rows: TileRows, min_occupancy: float) -> dict[str, Any]:
+    """Median milliseconds of each stage, and of the whole step without the clock."""
+    batch = workload.batch(measure.device(), getattr(torch, dtype))
+    settings = Settings(
+        form=Form.JOINT.value,
+        blank=batch.blank,
+        dropout=batch.dropout,
+        tile_rows=tile_rows,
+        min_occupancy=min_occupancy,
+        backend=backend,
     )
-    wanted = frozenset(GRADIENTS) - {"logits"}
-    backend = backends.choose(wanted_backend, problem, "cuda:0")
-    plan = make_plan(problem, backend.facts, tile_rows, None, wanted)
-    inputs = Inputs(given["targets"], **{key: opened.buffer() for key, opened in arrays.items()})
-    upstream = buffer_of(cupy.full(problem.batch, 1 / problem.batch))
+    tensors = [leaf.detach() for leaf in batch.leaves]
+    wanted = [True] * len(tensors)
+    call = prepare(settings, tensors, wanted, (batch.targets, batch.frames, batch.labels), seed=1)
+    upstream = torch.full((len(batch.frames),), 1 / len(batch.frames), dtype=torch.float64, device=measure.device())
     clock = Clock()
-    timed = dataclasses.replace(backend, **{s: clock.around(s, getattr(backend, s)) for s in STAGES})
+    stages = {stage: getattr(call.backend, stage) for stage in STAGES}
+    wrapped = {stage: clock.around(stage, function) for stage, function in stages.items() if function is not None}
+    clocked = dataclasses.replace(call, backend=dataclasses.replace(call.backend, **wrapped))
 
-    def step(used: Any) -> pipeline.Gradients:
-        _, saved = pipeline.forward(plan, inputs, used, backend.allocate)
-        return pipeline.backward(saved, upstream, wanted)
+    def step(used: Call) -> None:
+        _, stash = used.forward(tensors)
+        used.backward(tensors, stash, False, upstream, wanted)
 
-    runs, steps = [], []
+    runs = []
     for _ in range(STEPS + 2):
-        gradients = step(timed)
+        step(clocked)
         runs.append(clock.milliseconds())
-    for _ in range(STEPS + 2):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        step(backend)
-        end.record()
-        end.synchronize()
-        steps.append(cupy.cuda.get_elapsed_time(begin, end))
+    steps = measure.times(lambda: step(call), STEPS + 2, 0, STEPS + 2)
     return {
-        "workload": name,
-        "nodes": gradients.nodes,
-        "rows": gradients.rows,
-        "tile_rows": plan.tile_rows,
-        "min_occupancy": min_occupancy,
-        "backend": wanted_backend,
+        "nodes": workload.nodes,
+        "tile_rows": call.plan.tile_rows,
+        "fused": call.plan.fused,
         "step_ms": float(np.median(steps[2:])),
         "stages_ms": {stage: float(np.median([run.get(stage, 0.0) for run in runs[2:]])) for stage in STAGES},
     }
 
 
-def main(names: list[str]) -> None:
-    """Measures the named batches, prints a table and writes a record."""
-    rows = []
-    for name in names or ["medium"]:
-        for configuration in CONFIGURATIONS:
-            row = measure(name, *configuration)
-            rows.append(row)
-            print(f"{name} {configuration}, {row['tile_rows']} rows a tile: {row['step_ms']:.2f} ms a step")
-            for stage, milliseconds in row["stages_ms"].items():
-                print(f"    {stage:<20}{milliseconds:9.3f} ms")
-    record = {"environment": environment.describe(), "stages": rows}
-    RECORDS.mkdir(exist_ok=True)
-    path = RECORDS / f"stages-{record['environment']['date'][:10]}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {path}")
+def run(record: Record, chosen: Sequence[Workload], dtype: str = "float16") -> None:
+    """Fills the record's section "stages"."""
+    for workload in chosen:
+        for backend, tile_rows, min_occupancy in CONFIGURATIONS:
+            row: dict[str, Any] = {
+                "workload": workload.name,
+                "backend": backend,
+                "tiles": tile_rows,
+                "min_occupancy": min_occupancy,
+                "dtype": dtype,
+            }
+            key = tuple(row)
+            if record.done("stages", **row):
+                continue
+            try:
+                row |= measured(workload, dtype, backend, tile_rows, min_occupancy)
+            except Exception as error:
+                row["failed"] = measure.reason(error)
+            measure.release()
+            record.add("stages", row, *key)
+            print(" ".join(f"{name}={row[name]}" for name in key), row.get("failed") or f"{row['step_ms']:.2f} ms")
+            for stage, milliseconds in row.get("stages_ms", {}).items():
+                if milliseconds:
+                    print(f"    {stage:<20}{milliseconds:9.3f} ms")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def main(arguments: list[str]) -> None:
+    """Writes a record of the named batches."""
+    parser = argparse.ArgumentParser(prog="bench stages", description=__doc__)
+    parser.add_argument("--workloads", nargs="+", default=["medium"], metavar="NAME")
+    options = parser.parse_args(arguments)
+    run(Record("stages"), [workloads.load(name) for name in options.workloads])

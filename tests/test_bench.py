@@ -1,112 +1,140 @@
-"""The benchmark's own rules, on small batches: rows resume, failures are rows, wrong results are refused."""
-
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
-from bench import gate, report, run
-from bench.providers import Batch, Provider, Step, ours
+pytest.importorskip("matplotlib")
 
-PROVIDER = ours.OURS[0]
+from bench import accuracy, cpu, gate, plot, report, run, stages, workloads
+from bench.providers import Batch, Provider, Step
+from bench.providers.dense import diagonal_loss, in_sub_batches
+from bench.providers.ours import OURS
+from bench.records import Record
 
-
-@pytest.fixture
-def batch() -> Batch:
-    random = np.random.default_rng(0)
-    states = [torch.from_numpy(random.normal(size=size).astype("float32")) for size in ((4, 9, 8), (4, 6, 8))]
-    layer = [torch.from_numpy(random.normal(size=size).astype("float32")) for size in ((11, 8), (11,))]
-    frames, labels = torch.tensor([9, 4, 7, 8]), torch.tensor([5, 0, 3, 2])
-    return Batch("small", *states, *layer, torch.randint(0, 10, (4, 5)), frames, labels, 10, 0.1).to("cpu")
+SECONDS = 0.01
 
 
-def failing(batch: Batch) -> Step:
-    del batch
-    raise MemoryError("no room")
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.measure.PAUSE", 0.0)
 
 
-def wrong(batch: Batch) -> Step:
-    right = PROVIDER.prepare(batch)
+def counting(calls: list[str], wrong: float = 1.0) -> Provider:
+    """Our first provider, with losses and gradients of ``wrong`` times the right size."""
 
-    def step() -> torch.Tensor:
-        losses = right()
-        batch.leaves[1].grad *= 1.1  # type: ignore[operator]
-        return losses
-
-    return step
-
-
-def test_rows_are_kept_and_not_run_again(batch: Batch, tmp_path: Path) -> None:
-    path, calls = tmp_path / "run.json", []
-
-    def counted(batch: Batch) -> Step:
+    def prepare(batch: Batch) -> Step:
         calls.append(batch.name)
-        return PROVIDER.prepare(batch)
+        step = OURS[0].prepare(batch)
 
-    chosen = [Provider("counted", lambda: "", counted), Provider("absent", lambda: "not installed", failing)]
-    first = run.run([batch], chosen, 0.01, path)
-    n_calls = len(calls)
-    assert n_calls == 2  # the gate's, and the measured one
-    assert run.run([batch], chosen, 0.01, path) == json.loads(path.read_text())["run"] == first
-    assert len(calls) == n_calls
-    measured, absent = first
+        def scaled() -> torch.Tensor:
+            losses = step() * wrong
+            for leaf in batch.leaves:
+                leaf.grad *= wrong
+            return losses
+
+        return scaled
+
+    return Provider("counted", str, prepare)
+
+
+def raising(batch: Batch) -> Step:
+    raise ValueError(f"no {batch.name}")
+
+
+def test_an_interrupted_run_skips_what_is_done_and_keeps_what_failed(tmp_path: Path) -> None:
+    tiny, calls = workloads.load("tiny"), []
+    used = (counting(calls), Provider("raises", str, raising), Provider("absent", lambda: "not here", raising))
+    for _ in range(2):
+        record = Record("run", tmp_path)
+        run.run([tiny], used, record, SECONDS, torch.float32)
+    assert calls == ["tiny", "tiny"]  # the gate and the batch, once
+    rows = json.loads(record.path.read_text(encoding="utf-8"))["run"]
+    assert {row["provider"]: row.get("failed") for row in rows} == {
+        "counted": None,
+        "raises": "ValueError: no tiny",
+        "absent": "not here",
+    }
+    measured = next(row for row in rows if row["provider"] == "counted")
     assert measured["samples_per_s"] > 0
-    assert measured["errors"]["weight"] < 1e-5
-    assert absent["failed"] == "not installed"
+    assert measured["peak_gib"] is None or torch.cuda.is_available()
+    assert all(error < 1e-5 for error in measured["errors"].values())
 
 
-def test_what_a_provider_raises_is_a_row(batch: Batch, tmp_path: Path) -> None:
-    chosen = [Provider("failing", lambda: "", failing), Provider("wrong", lambda: "", wrong)]
-    rows = run.run([batch], chosen, 0.01, tmp_path / "run.json")
-    assert rows[0]["failed"] == "MemoryError: no room"
-    assert "wrong result" in rows[1]["failed"]
-    assert "samples_per_s" not in rows[1]
+@pytest.mark.parametrize("wrong", [1.2, float("nan")])
+def test_the_gate_refuses_wrong_numbers(wrong: float) -> None:
+    cut = workloads.load("tiny").batch("cpu", torch.float32).cut(2, 6, 3)
+    with pytest.raises(gate.Refused, match="losses"):
+        gate.errors(counting([], wrong), cut, gate.exact(cut))
 
 
-def test_the_gate_measures_the_distance_to_float64(batch: Batch) -> None:
-    assert max(gate.check(PROVIDER, batch).values()) < 1e-5
-    found = gate.errors(Provider("wrong", lambda: "", wrong), batch)
-    assert found["predictor"] == pytest.approx(0.1, rel=1e-3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_plain_pytorch_passes_the_gate(dtype: torch.dtype) -> None:
+    cut = workloads.load("tiny").batch("cpu", dtype).cut(3, 9, 4)
+    errors = gate.errors(Provider("dense", str, in_sub_batches(diagonal_loss, 2)), cut, gate.exact(cut))
+    assert set(errors) == set(gate.ALLOWED)
 
 
-RECORD: dict[str, Any] = {
-    "environment": {"date": "2026-01-01T00:00", "commit": "0" * 40, "versions": {}, "device": {"name": "a GPU"}},
-    "run": [
-        {"batch": "short", "nodes": 10**6, "provider": "ours", "samples_per_s": 1234.5, "peak_gib": 0.3,
-         "errors": {"loss": 1e-4}},
-        {"batch": "short", "nodes": 10**6, "provider": "theirs", "failed": "OutOfMemoryError: 80 GiB"},
-    ],
-}  # fmt: skip
+def test_stages_accuracy_and_cpu_leave_rows(tmp_path: Path) -> None:
+    record = Record("sample", tmp_path)
+    stages.run(record, [workloads.load("tiny")], "float32")
+    accuracy.run(record, [(30, 10)])
+    cpu.run(record, "tiny", 2, cpu.PROVIDERS[:1])
+    assert record.rows("stages")[0]["stages_ms"]["sum_alignments"] > 0
+    assert record.rows("accuracy")[0]["error"] < 1e-6
+    assert record.rows("cpu")[0]["seconds"] > 0
 
 
-def test_a_table_is_written_between_its_markers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def sample(folder: Path) -> None:
+    """Records of a run with figures that a report can be told by."""
+    record = Record("run", folder)
+    row = {"workload": "short", "provider": "ours", "dtype": "float16", "nodes": 10**6, "samples_per_s": 45678.0}
+    times = {"sustained_ms": [1.0, 2.0, 3.0], "cool_ms": [1.0, 2.0, 3.0], "first_call_s": 1.0, "peak_gib": 0.34}
+    done = row | times | {"errors": dict.fromkeys(gate.ALLOWED, 1e-4)}
+    failed = {**row, "provider": "theirs", "failed": "out of memory"}
+    record.put("run", [done, failed])
+    record.put("accuracy", [{"loss": "ours", "T": T, "U": 10, "error": 1e-6} for T in (50, 500)])
+    stages_ms = dict.fromkeys(stages.STAGES, 1.0)
+    stage = {"workload": "medium", "tile_rows": 64, "min_occupancy": 0.0, "step_ms": 9.0, "stages_ms": stages_ms}
+    Record("stages", folder).put("stages", [stage])
+
+
+def test_report_writes_between_its_markers_only(tmp_path: Path) -> None:
+    sample(tmp_path)
     document = tmp_path / "README.md"
-    document.write_text("before\n<!-- run -->\nold\n<!-- end -->\nafter\n")
-    (tmp_path / "run-2026-01-01.json").write_text(json.dumps(RECORD))
-    monkeypatch.setattr(report, "DOCUMENTS", (document,))
-    monkeypatch.setattr(report, "RECORDS", tmp_path)
-    report.main()
+    document.write_text("before\n<!-- run -->\nold\n<!-- end -->\n<!-- cpu -->\nkept\n<!-- end -->\nafter\n")
+    report.write([document], tmp_path)
     text = document.read_text()
-    assert text.startswith("before\n<!-- run -->\n| samples/s @ peak GiB | short, 1.00 M nodes |")
-    assert "| ours | 1,234 @ 0.30 |" in text
-    assert text.endswith("<!-- end -->\nafter\n")
+    assert text.startswith("before\n<!-- run -->\n| samples/s @ peak GiB | short, 1 M nodes |")
+    assert text.endswith("<!-- end -->\n<!-- cpu -->\nkept\n<!-- end -->\nafter\n")
+    assert "| ours | 45,678 @ 0.34 |" in text
     assert "old" not in text
+    assert "theirs: out of memory" in report.run_details(tmp_path)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_figures_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from bench import plot  # noqa: PLC0415
+def test_report_takes_an_older_record_s_row_where_the_newest_failed(tmp_path: Path) -> None:
+    sample(tmp_path)
+    path = next(tmp_path.glob("run-*.json"))
+    newer = json.loads(path.read_text(encoding="utf-8"))
+    newer["environment"]["date"] = "2999-01-01T00:00:00+00:00"
+    newer["run"] = [{**newer["run"][1], "provider": "ours"}]
+    (tmp_path / "run-2999-01-01-other.json").write_text(json.dumps(newer), encoding="utf-8")
+    assert [row.get("failed") for row in report.of_run(tmp_path)] == [None, "out of memory"]
 
-    monkeypatch.setattr(plot, "newest", {"run": RECORD, "stages": None}.get)
-    drawn = plot.main(tmp_path)
-    assert [path.name for path in drawn] == ["memory.svg", "frontier.svg"]
-    assert all(path.stat().st_size > 5_000 for path in drawn)
+
+def test_plot_draws_every_figure(tmp_path: Path) -> None:
+    sample(tmp_path)
+    paths = plot.draw(tmp_path, tmp_path / "figures")
+    assert {path.name for path in paths} == {f"{name}.{kind}" for name in plot.DRAWN for kind in ("svg", "png")}
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_batches_cut_for_the_gate_are_ragged_and_without_dropout() -> None:
+    tiny = workloads.load("tiny")
+    cut = dataclasses.replace(tiny, dropout=0.5).batch("cpu", torch.float32).cut(2, 6, 3)
+    assert cut.dropout == 0
+    assert cut.frames.tolist() == [6, 5]
+    assert cut.labels.tolist() == [3, 0]

@@ -1,93 +1,64 @@
-"""Ways to compute joint network and loss, ours and others', behind one signature.
-
-A provider prepares a step on a batch: forward and backward of the mean loss, which leaves gradients in the batch's
-leaves and gives back the losses. What a provider raises becomes a row of the record, not the end of a run.
-"""
+"""Providers: the ways to compute joint network and loss that are measured beside one another."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-Step = Callable[[], Tensor]  # -> losses [B], detached
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Arguments of a step: leaves that require gradients, and what goes with them.
-
-    encoder [B, T, H], predictor [B, U1, H] in the states' dtype; weight [V, H], bias [V] float32; targets [B, U],
-    frames [B], labels [B] int64 on the CPU.
-    """
+    """Arguments of a step: leaves that require gradients, and what goes with them."""
 
     name: str
-    encoder: Tensor
-    predictor: Tensor
-    weight: Tensor
-    bias: Tensor
-    targets: Tensor
-    frames: Tensor
-    labels: Tensor
+    encoder: Tensor  # [B, T, H]
+    predictor: Tensor  # [B, U1, H]
+    weight: Tensor  # [V, H] float32
+    bias: Tensor  # [V] float32
+    targets: Tensor  # [B, U] int64, on the CPU, as are the lengths
+    frames: Tensor  # [B]
+    labels: Tensor  # [B]
     blank: int
     dropout: float
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What gets a gradient."""
+        """What requires gradients."""
         return self.encoder, self.predictor, self.weight, self.bias
 
-    @property
-    def nodes(self) -> int:
-        """N."""
-        return int((self.frames * (self.labels + 1)).sum())
-
     def cut(self, n: int, frames: int, labels: int) -> Batch:
-        """The first n utterances, none longer than that, with leaves of their own and without dropout."""
-        frames_b, labels_b = self.frames[:n].clamp(max=frames), self.labels[:n].clamp(max=labels)
-        states = self.encoder[:n, : int(frames_b.max())], self.predictor[:n, : int(labels_b.max()) + 1]
-        leaves = [x.detach().clone().requires_grad_() for x in (*states, self.weight, self.bias)]
-        targets = self.targets[:n, : int(labels_b.max())]
-        return Batch(f"cut of {self.name}", *leaves, targets, frames_b, labels_b, self.blank, 0.0)
+        """The first n utterances, shortened to different lengths, without dropout: for the gate."""
+        shorter = torch.arange(min(n, len(self.frames)))
+        frames_b = (self.frames[:n].clamp(max=frames) - shorter).clamp(min=1)
+        labels_b = (self.labels[:n].clamp(max=labels) - shorter).clamp(min=0)
+        T, U = int(frames_b.max()), int(labels_b.max())
+        cuts = self.encoder[:n, :T], self.predictor[:n, : U + 1], self.weight, self.bias
+        names = "encoder", "predictor", "weight", "bias"
+        leaves = {name: cut.detach().clone().requires_grad_() for name, cut in zip(names, cuts, strict=True)}
+        targets = self.targets[:n, :U]
+        return dataclasses.replace(self, **leaves, targets=targets, frames=frames_b, labels=labels_b, dropout=0.0)
 
-    def to(self, device: str) -> Batch:
-        """With leaves on that device."""
-        names = ("encoder", "predictor", "weight", "bias")
-        return replace(
-            self, **{n: x.detach().to(device).requires_grad_() for n, x in zip(names, self.leaves, strict=True)}
-        )
+
+Step = Callable[[], Tensor]  # forward and backward of the mean loss: leaves' .grad; returns losses [B], detached
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to compute joint network and loss.
-
-    missing   why it cannot run here; empty: it can
-    prepare   the step on a batch; may compile
-    """
+    """One way to compute joint network and loss."""
 
     name: str
-    missing: Callable[[], str]
-    prepare: Callable[[Batch], Step]
+    missing: Callable[[], str]  # why it cannot run here; empty: it can
+    prepare: Callable[[Batch], Step]  # may compile; what it raises becomes the row's reason
 
 
 def providers(peers: Path | None) -> tuple[Provider, ...]:
-    """Ours, then others'."""
+    """Ours first, then the peers'."""
     from bench.providers.ours import OURS  # noqa: PLC0415  they import this module
     from bench.providers.peers import PEERS  # noqa: PLC0415
 
-    return (*OURS, *PEERS(peers))
-
-
-def clear_gradients(batch: Batch) -> None:
-    """Of all leaves."""
-    for leaf in batch.leaves:
-        leaf.grad = None
-
-
-def cuda_missing() -> str:
-    """Why nothing can run on a GPU here; empty if it can."""
-    return "" if torch.cuda.is_available() else "torch sees no GPU"
+    return OURS + PEERS(peers)

@@ -1,24 +1,27 @@
-"""This library's modes."""
+"""This library: tile sizes, both backward modes, with and without fused kernels, and its loss of given logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bench.providers import Batch, Provider, Step, clear_gradients, cuda_missing
-from flash_rnnt_cupy.adapters.pytorch import joint_rnnt_loss
+from bench.providers import Batch, Provider, Step
+from bench.providers.dense import in_sub_batches
+from flash_rnnt_cupy.adapters.pytorch import joint_rnnt_loss, rnnt_loss
+from flash_rnnt_cupy.backends import GENERIC, unavailable
 
 
-def _provider(name: str, needs_gpu: bool = True, **options: Any) -> Provider:
+def _joint(**options: Any) -> Callable[[Batch], Step]:
     def prepare(batch: Batch) -> Step:
+        integers = batch.targets, batch.frames, batch.labels
+
         def step() -> Tensor:
-            clear_gradients(batch)
             losses = joint_rnnt_loss(
                 *batch.leaves,
-                batch.targets,
-                batch.frames,
-                batch.labels,
+                *integers,
                 blank=batch.blank,
                 dropout=batch.dropout,
                 seed=1,
@@ -30,15 +33,30 @@ def _provider(name: str, needs_gpu: bool = True, **options: Any) -> Provider:
 
         return step
 
-    return Provider(name, cuda_missing if needs_gpu else lambda: "", prepare)
+    return prepare
 
 
+def from_logits(logits: Tensor, targets: Tensor, frames: Tensor, labels: Tensor, blank: int) -> Tensor:
+    """Losses [b] of given logits, whose gradient takes their place."""
+    return rnnt_loss(logits, targets, frames, labels, blank, reduction="none", overwrite_logits=True)
+
+
+def _never() -> str:
+    return ""
+
+
+def _no_cuda() -> str:
+    return "" if torch.cuda.is_available() else unavailable("cuda") or "no CUDA device"
+
+
+DENSE = 0.0  # min_occupancy: backward visits all nodes
 OURS = (
-    _provider("ours, dense", needs_gpu=False, min_occupancy=0.0),
-    _provider("ours", needs_gpu=False),
-    *(_provider(f"ours, dense, {rows} rows", min_occupancy=0.0, tile_rows=rows) for rows in (16_896, 135_168)),
-    *(_provider(f"ours, {rows} rows", tile_rows=rows) for rows in (16_896, 135_168)),
-    _provider("ours, generic kernels, dense", min_occupancy=0.0, backend="cuda-generic"),
-    _provider("ours, generic kernels", backend="cuda-generic"),
-    _provider("ours, generic kernels, untiled", backend="cuda-generic", tile_rows=None),
+    Provider("ours, auto tiles, active", _never, _joint()),
+    Provider("ours, auto tiles, dense", _never, _joint(min_occupancy=DENSE)),
+    Provider("ours, 16384 rows, active", _never, _joint(tile_rows=16_384)),
+    Provider("ours, 16384 rows, dense", _never, _joint(tile_rows=16_384, min_occupancy=DENSE)),
+    Provider("ours, untiled", _never, _joint(tile_rows=None)),
+    Provider("ours, generic kernels, auto tiles, active", _no_cuda, _joint(backend=GENERIC)),
+    Provider("ours, generic kernels, auto tiles, dense", _no_cuda, _joint(backend=GENERIC, min_occupancy=DENSE)),
+    Provider("ours, loss of given logits, sub-batches of 8", _never, in_sub_batches(from_logits, 8)),
 )

@@ -1,8 +1,7 @@
-"""The test suite on a GPU, and the kernels under compute-sanitizer: `python -m bench.gpu_suite`. Writes a record."""
+"""The test suite on a GPU, and the kernels under compute-sanitizer: `python -m bench suite`. Writes a record."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -11,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import environment
+from bench.records import Record
 
-RECORDS = Path(__file__).with_name("records")
 ROOT = Path(__file__).parent.parent
 # Not initcheck: it does not see what cuBLAS writes through the bulk copy engine, and calls every logit uninitialised.
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -49,18 +47,8 @@ def _sanitizer(tool: str) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Runs all; further arguments go to pytest. Returns 0 if everything passed."""
-    record = {
-        "environment": environment.describe(),
-        "suite": _suite(arguments),
-        "sanitizer": {tool: _sanitizer(tool) for tool in SANITIZERS},
-    }
-    RECORDS.mkdir(exist_ok=True)
-    path = RECORDS / f"gpu-suite-{record['environment']['date'][:10]}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {path}")
-    failed = record["suite"]["exit"] or any(result["exit"] for result in record["sanitizer"].values())
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    record, suite = Record("suite"), _suite(arguments)
+    record.put("suite", suite)
+    sanitizer = {tool: _sanitizer(tool) for tool in SANITIZERS}
+    record.put("sanitizer", sanitizer)
+    return 1 if suite["exit"] or any(result["exit"] for result in sanitizer.values()) else 0
