@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ def mark() -> Any:
 
 
 def between(begin: Any, end: Any) -> float:
-    """Milliseconds."""
+    """Milliseconds; waits for ``end``."""
     if not torch.cuda.is_available():
         return (end - begin) * 1e3
     end.synchronize()
@@ -51,14 +52,15 @@ def peak_gib() -> float | None:
 
 
 def times(step: Callable[[], Any], n: int, seconds: float, least: int) -> list[float]:
-    """Milliseconds of n runs, or of as many as fit in the seconds, but at least so many."""
-    result: list[float] = []
-    begin = time.monotonic()
-    while len(result) < n and (len(result) < least or time.monotonic() - begin < seconds):
-        start = mark()
+    """Milliseconds of n runs, or of as many as fit in the seconds, but at least so many.
+
+    Runs follow each other without waiting, as in training: the host prepares one while the device does the last.
+    """
+    marks, begin = [mark()], time.monotonic()
+    while len(marks) <= n and (len(marks) <= least or time.monotonic() - begin < seconds):
         step()
-        result.append(between(start, mark()))
-    return result
+        marks.append(mark())
+    return [between(*pair) for pair in itertools.pairwise(marks)]
 
 
 def timed(step: Callable[[], Any], seconds: float) -> dict[str, Any]:

@@ -53,8 +53,10 @@ DENSE = 0.0  # min_occupancy: backward visits all nodes
 OURS = (
     Provider("ours, auto tiles, active", _never, _joint()),
     Provider("ours, auto tiles, dense", _never, _joint(min_occupancy=DENSE)),
-    Provider("ours, 16384 rows, active", _never, _joint(tile_rows=16_384)),
-    Provider("ours, 16384 rows, dense", _never, _joint(tile_rows=16_384, min_occupancy=DENSE)),
+    Provider("ours, 16896 rows, active", _never, _joint(tile_rows=16_896)),  # 128 for each multiprocessor of an H200
+    Provider("ours, 16896 rows, dense", _never, _joint(tile_rows=16_896, min_occupancy=DENSE)),
+    Provider("ours, 135168 rows, active", _never, _joint(tile_rows=135_168)),
+    Provider("ours, 135168 rows, dense", _never, _joint(tile_rows=135_168, min_occupancy=DENSE)),
     Provider("ours, untiled", _never, _joint(tile_rows=None)),
     Provider("ours, generic kernels, auto tiles, active", _no_cuda, _joint(backend=GENERIC)),
     Provider("ours, generic kernels, auto tiles, dense", _no_cuda, _joint(backend=GENERIC, min_occupancy=DENSE)),
