@@ -13,6 +13,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from bench.records import FOLDER, HERE, stored
 from bench.report import of_accuracy, of_run
@@ -69,6 +70,10 @@ def throughput(folder: Path) -> Figure | None:
                 )
         panel.set(title=workload, xlabel="peak memory (GiB)", xscale="log", yscale="log")
         panel.set_ylabel("throughput (utterances / s)")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
     for panel in panels[len(workloads) :]:
         panel.set_axis_off()
     seen = {}
