@@ -59,7 +59,7 @@ DENSE = 0.0
 CONFIGURATIONS: tuple[tuple[str, TileRows, float], ...] = (
     ("auto", "auto", DENSE),
     ("auto", "auto", DEFAULT_MIN_OCCUPANCY),
-    ("auto", 16_384, DENSE),
+    ("auto", 16_896, DENSE),
     (GENERIC, "auto", DENSE),
 )
 STEPS = 7
