@@ -327,7 +327,7 @@ def test_records_print_themselves() -> None:
     assert str(plan) == f"{plan.problem} on a device: N={N}, 64 rows a tile, no fused kernels (there are none)"
     assert ", untiled, " in str(make_plan(joint_problem(), FACTS, None))
     title, *lines = str(plan.account).splitlines()
-    assert title == f"{plan.problem} on a device, tiles of 64 rows"
+    assert title == f"{plan.problem} on a device, tiles of 64 rows, no fused kernels (there are none)"
     assert [line.split("  ")[1] for line in lines[: len(plan.account.parts)]] == [p.name for p in plan.account.parts]
     assert len({len(line) for line in lines}) == 1
     assert f"{plan.account.backward_bytes / 2**20:.2f} MiB" in lines[-2]

@@ -75,8 +75,7 @@ class Plan:
     def __str__(self) -> str:
         """One line."""
         mode = "untiled" if self.untiled else f"{self.tile_rows} rows a tile"
-        kernels = f"no fused kernels ({'; '.join(self.against_fused)})" if self.against_fused else "fused kernels"
-        return f"{self.problem} on {self.facts.name}: N={self.rows.n_rows}, {mode}, {kernels}"
+        return f"{self.problem} on {self.facts.name}: N={self.rows.n_rows}, {mode}, {_kernels(self.against_fused)}"
 
 
 def make_plan(
@@ -98,8 +97,12 @@ def make_plan(
     untiled = tile_rows is None and problem.form is Form.JOINT and not fused
     parts = _parts(problem, facts, rows.packing, n_tile, untiled, fused, gradients)
     dense = rows.n_rows * problem.vocabulary * ITEMSIZE[problem.dtype]
-    title = f"{problem} on {facts.name}, {'fused kernels, ' if fused else ''}tiles of {n_tile} rows"
+    title = f"{problem} on {facts.name}, tiles of {n_tile} rows, {_kernels(against_fused)}"
     return Plan(problem, facts, rows, n_tile, untiled, against_fused, MemoryAccount(title, tuple(parts), dense))
+
+
+def _kernels(against_fused: tuple[str, ...]) -> str:
+    return f"no fused kernels ({'; '.join(against_fused)})" if against_fused else "fused kernels"
 
 
 def _tile_rows(

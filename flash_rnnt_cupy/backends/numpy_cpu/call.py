@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class NumpyCall:
     inputs: Inputs
     weight: Array | None
     bias: Array | None
-    kept: Mapping[str, Array] = field(default_factory=dict)
+    kept: Mapping[str, Array]
     grad_losses_b: Array | None = None
 
     @property
