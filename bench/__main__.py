@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "run": "every provider on every workload: accuracy, throughput and peak memory",
     "accuracy": "the lattice alone: posterior sums of long utterances, ours and other losses",
+    "logits": "the loss of given logits beside reading and writing them",
     "cpu": "the NumPy backend beside plain PyTorch on the CPU: time and peak memory",
     "model": "a whole training step of a 100M-parameter model: time and peak memory",
     "stages": "time of every stage of a step",

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from bench import accuracy, cpu, gate, plot, report, run, stages, workloads
+from bench import accuracy, cpu, gate, logits, plot, report, run, stages, workloads
 from bench.providers import Batch, Provider, Step
 from bench.providers.dense import diagonal_loss, in_sub_batches
 from bench.providers.ours import OURS
@@ -138,3 +138,9 @@ def test_batches_cut_for_the_gate_are_ragged_and_without_dropout() -> None:
     assert cut.dropout == 0
     assert cut.frames.tolist() == [6, 5]
     assert cut.labels.tolist() == [3, 0]
+
+
+def test_the_loss_of_given_logits_is_timed_beside_its_floors() -> None:
+    row = logits.measured((2, 7, 5, 16), ragged=True, seconds=0.01)
+    assert row["nodes"] <= 2 * 7 * 5
+    assert all(row[name] > 0 for name in ("forward_ms", "both_ms_with_a_copy", "copy_ms", "read_ms", "read_write_ms"))

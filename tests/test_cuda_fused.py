@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 import flash_rnnt_cupy as frc
-from flash_rnnt_cupy import backends
-from flash_rnnt_cupy.backends.cuda.facts import H200, device_facts
-from flash_rnnt_cupy.plan import Life, make_plan
-from flash_rnnt_cupy.problem import Form, Options, Problem
+from flash_rnnt_cupy import backends, pipeline
+from flash_rnnt_cupy.backends.cuda import make_backend
+from flash_rnnt_cupy.backends.cuda.driver import Driver
+from flash_rnnt_cupy.backends.cuda.facts import FUSED_SHARED_BYTES, H200, device_facts
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
+from flash_rnnt_cupy.plan import Life, Part, make_plan
+from flash_rnnt_cupy.problem import Form, Inputs, Options, Problem
 from flash_rnnt_cupy.topology import RNNT
 from tests.oracles.checks import assert_close
 from tests.problems import Joint, draw_joint
@@ -75,6 +78,70 @@ def test_auto_tiles_of_a_fused_plan_fill_the_device() -> None:
     assert make_plan(many, H200).tile_rows % (128 * 132) == 0
     wide = dataclasses.replace(many, vocabulary=50_000, shapes={**many.shapes, "weight": (50_000, 640)})
     assert make_plan(wide, H200).tile_rows % 128 == 0
+
+
+class Launches:
+    """A device that notes what is asked of it; memory is addresses alone."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.records: dict[str, np.ndarray] = {}
+        self.grids: dict[str, set[int]] = {}
+        self.next_address = 1 << 20
+        driver = Driver(self.kernel, self.gemm, lambda *_: None, self.download, lambda _: None)
+        self.backend = make_backend(driver, H200, 132, self.allocate)
+
+    def kernel(self, spec: Any, entry: str, record: np.ndarray) -> Any:
+        del spec
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int) -> None:
+            assert shared_bytes == (FUSED_SHARED_BYTES if block == (512,) else shared_bytes)
+            self.names.append(entry)
+            self.records[entry] = record.copy()
+            self.grids.setdefault(entry, set()).add(grid[0])
+
+        return launch
+
+    def gemm(self, *arguments: Any) -> None:
+        assert arguments[-1] == pytest.approx(1 / 0.9, rel=1e-4)
+        self.names.append("gemm")
+
+    def download(self, array: DeviceArray) -> np.ndarray:
+        raise AssertionError(f"a dense step waits for nothing, not for {array}")
+
+    def array(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        array = DeviceArray(self.next_address, shape, dtype, contiguous_strides(shape), None)
+        self.next_address += array.nbytes + -array.nbytes % 256
+        return array
+
+    def allocate(self, part: Part) -> DeviceArray:
+        return self.array(part.shape, part.dtype)
+
+
+def test_the_launches_of_a_fused_step() -> None:
+    device, case = Launches(), problem(V=5000, dropout=0.1, seed=3)
+    plan = make_plan(case, H200, 20_000)
+    states = {name: device.array(shape, case.dtype_of(name)) for name, shape in case.shapes.items()}
+    inputs = Inputs(np.zeros((2, 100), np.int64), **states)
+    _, saved = pipeline.forward(plan, inputs, device.backend, device.allocate)
+    assert [name for name in device.names if name != "convert"] == ["pack", "score", "sum_alignments", "losses"]
+    assert device.grids["score"] == {132}
+    assert device.records["score"]["n_nodes"] == 500 * 101 + 400 * 91
+    assert device.records["score"]["threshold"] == 6554
+    device.names.clear()
+    gradients = pipeline.backward(saved, device.array((2,), "float64"), frozenset(case.shapes))
+    tile = ["grad_scores", "gemm", "gemm", "encoder_gradient", "predictor_gradient"]
+    n_tiles = -(-plan.rows.n_rows // 20_000)
+    after_last = [*tile[:1], "bias_add", *tile[1:]]
+    expected = ["posteriors", "split_upstream", *tile * (n_tiles - 1), *after_last, "convert", "convert"]
+    assert device.names == expected
+    record = device.records["grad_scores"]
+    assert record["grad_step"] == 5000
+    assert record["rows"]["lo_f"] == device.records["score"]["rows"]["lo_f"]
+    assert record["tile"]["row_end"] == plan.rows.n_rows
+    assert device.grids["grad_scores"] == {132}
+    assert gradients.encoder.shape == case.shapes["encoder"]
+    assert gradients.rows == gradients.nodes == plan.rows.n_rows
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
