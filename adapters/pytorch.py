@@ -89,7 +89,8 @@ def joint_rnnt_loss(
         BackendUnavailableError: the backend is missing here.
         NotImplementedError: on a second derivative.
 
-    Memory: 4 N numbers between forward and backward, one tile while either runs; none of it outlives backward,
+    Memory: 3 N numbers and alpha (float64: N on the CPU, about N / 16 on a GPU) between forward and backward, one tile
+    while backward runs and, without fused kernels, while forward does; none of it outlives backward,
     and without gradients nothing is kept. Products accumulate in float32 (float64 for float64 states), the sums
     of weight and bias gradients too; each is rounded once to its parameter's dtype.
 
@@ -160,7 +161,8 @@ def rnnt_loss(
         float32 losses (float64 for float64 scores): [B], or reduced to a scalar. The gradient has the dtype of
         ``logits`` and is zero in the padding.
 
-    Raises and remarks as `joint_rnnt_loss`. Memory: 4 N numbers beside the scores, freed by backward.
+    Raises and remarks as `joint_rnnt_loss`. Memory: 3 N numbers and alpha beside the scores, freed by
+    backward.
 
     Source: Graves 2012 (arXiv:1211.3711), eq. 12-18.
     """

@@ -75,10 +75,12 @@ def joint_rnnt_loss(
             "mean_per_label" (mean over B of loss_b / U_b); counts of 0 divide as 1.
         zero_infinity: an utterance without any possible alignment has loss 0 instead of +inf. Its gradient is
             zero either way.
-        tile_rows: rows of a tile, "auto", or None: one tile, kept from forward to backward.
+        tile_rows: rows of a tile, "auto", or None: one tile, kept from forward to backward unless the kernels are
+            fused, which keep none.
         workspace_bytes: bound for a tile's hidden states, logits and (on a GPU) active bits.
         min_occupancy: backward leaves out nodes whose posterior is below it; 0 visits all.
-        backend: "auto" or a name that ``python -m flash_rnnt_cupy info`` lists.
+        backend: "auto", a name that ``python -m flash_rnnt_cupy info`` lists, or "cuda-generic": "cuda" without its
+            fused kernels.
 
     Returns:
         float32 losses (float64 for float64 states): [B], or reduced to a scalar.

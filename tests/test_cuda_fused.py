@@ -95,7 +95,7 @@ class Launches:
         del spec
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int) -> None:
-            assert shared_bytes == (FUSED_SHARED_BYTES if block == (512,) else shared_bytes)
+            assert (shared_bytes == FUSED_SHARED_BYTES) == (block == (512,)), entry
             self.names.append(entry)
             self.records[entry] = record.copy()
             self.grids.setdefault(entry, set()).add(grid[0])
