@@ -50,7 +50,10 @@ def _log_likelihood(scores: Tensor, T: int, U: int) -> Tensor:
 
 
 def errors(provider: Provider, batch: Batch, truth: Numbers) -> dict[str, float]:
-    """Relative L2 error of the losses and of each gradient; raises Refused where one is larger than allowed."""
+    """Relative L2 error of the losses, or of their mean, and of each gradient.
+
+    Raises Refused where one is larger than allowed.
+    """
     for leaf in batch.leaves:
         leaf.grad = None
     losses = provider.prepare(batch)()
@@ -58,6 +61,8 @@ def errors(provider: Provider, batch: Batch, truth: Numbers) -> dict[str, float]
     result = {}
     for name, right in truth.items():
         number = found[name]
+        if name == "losses" and number is not None and number.dim() == 0:
+            right = right.mean()
         if number is None or number.shape != right.shape:
             raise Refused(f"{name}: shape {None if number is None else tuple(number.shape)}, not {tuple(right.shape)}")
         difference = number.to(right) - right

@@ -45,6 +45,7 @@ def measured(sizes: tuple[int, int, int, int], ragged: bool, seconds: float) -> 
         "read_write_ms": lambda: plain.mul_(1),
     }
     row = {name: measure.timed(step, seconds)["sustained_ms"][1] for name, step in timed.items()}
+    row["backward_ms"] = row["both_ms_with_a_copy"] - row["copy_ms"] - row["forward_ms"]
     nodes = int((frames * (labels + 1)).sum())
     return {"sizes": list(sizes), "ragged": ragged, "nodes": nodes, **row}
 

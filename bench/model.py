@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench import measure
-from bench.providers import torchaudio
-from bench.providers.dense import joint
+from bench.providers import peers, torchaudio
+from bench.providers.dense import Part, joint
 from bench.providers.ours import from_logits
 from bench.records import Record
 from flash_rnnt_cupy.adapters.pytorch import joint_rnnt_loss
@@ -112,11 +112,21 @@ def _dense(loss_of_logits: Callable[..., Tensor], dtype: torch.dtype | None) -> 
     return loss
 
 
+def _flash_rnnt(encoder: Tensor, predictor: Tensor, output: nn.Linear, *integers: Tensor) -> Tensor:
+    parameters = (parameter.to(encoder.dtype) for parameter in (output.weight, output.bias))
+    blank = output.out_features - 1
+    part = Part(slice(None), encoder, predictor, *parameters, *integers, n_nodes=0, blank=blank, dropout=DROPOUT)
+    return peers.flash_rnnt(peers.DEFAULT_ROWS)(part).mean()
+
+
 LOSSES: dict[str, tuple[Callable[[], str], JointLoss]] = {
     "ours, auto tiles": (str, _ours()),
+    "ours, auto tiles, min_occupancy 0": (str, _ours(min_occupancy=0.0)),
     "ours, untiled": (str, _ours(tile_rows=None)),
     "dense logits, our loss of them": (str, _dense(from_logits, None)),
     "dense logits, torchaudio": (torchaudio.missing, _dense(torchaudio.loss, torch.float32)),
+    "dense logits, NeMo Numba": (peers.NEMO, _dense(peers.nemo, torch.float32)),
+    "original Flash RNN-T, 200000 rows": (peers.FLASH_RNNT, _flash_rnnt),
 }
 
 

@@ -170,6 +170,33 @@ def model(folder: Path) -> str | None:
     return _with_source(header, lines, rows)
 
 
+def logits(folder: Path) -> str | None:
+    """The loss of given logits beside its floors."""
+    rows = current("run", "logits", "ragged", folder=folder)
+    if not rows:
+        return None
+    lines = [
+        (
+            "ragged" if row["ragged"] else "full",
+            f"{row['nodes']:,}",
+            *(f"{row[name]:.3f}" for name in ("forward_ms", "read_ms", "backward_ms", "read_write_ms")),
+            f"{row['forward_ms'] / row['read_ms']:.2f}, {row['backward_ms'] / row['read_write_ms']:.2f}",
+        )
+        for row in rows
+    ]
+    batch, T, U1, V = rows[0]["sizes"]
+    header = (
+        f"float16 logits [{batch}, {T}, {U1}, {V}]",
+        "nodes",
+        "forward, ms",
+        "reading them",
+        "backward in place, ms",
+        "reading and writing them",
+        "ratios",
+    )
+    return _with_source(header, lines, rows)
+
+
 def stages(folder: Path) -> str | None:
     """Time of each stage of a step."""
     record = next((record for record in stored("stages", folder) if "stages" in record), None)
@@ -248,6 +275,7 @@ WRITERS: dict[str, Callable[[Path], str | None]] = {
     "accuracy": accuracy,
     "cpu": cpu,
     "model": model,
+    "logits": logits,
     "stages": stages,
     "suite": suite,
     "first-call": first_call,

@@ -2,6 +2,7 @@
 
 A training step of joint network and loss, from projected states: float16 states, float32 parameters, dropout 0.1.
 Throughput is B over the median time; memory is PyTorch's peak of allocated bytes, inputs and parameters included.
+Other libraries are measured where they can be imported: a folder with their sources may stand in PYTHONPATH.
 A right result comes first (`gate`); its errors against float64 stand in the row. A provider that raises becomes a
 row with the reason. What was interrupted goes on where it stopped: rows that did not fail are not repeated.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,11 +93,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench run", description=__doc__)
     parser.add_argument("--workloads", nargs="+", default=workloads.NAMES, metavar="NAME")
     parser.add_argument("--providers", nargs="+", default=[""], metavar="SUBSTRING", help="of their names")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="where other libraries' sources are")
     parser.add_argument("--seconds", type=float, default=5.0, help="at most, of a row's sustained part")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="of the states")
     options = parser.parse_args(arguments)
-    used = [p for p in providers(options.peers) if any(part in p.name for part in options.providers)]
+    used = [p for p in providers() if any(part in p.name for part in options.providers)]
     chosen = []
     for name in options.workloads:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 from bench.providers import Batch, Provider, peers
 from flash_rnnt_cupy import reference
 
-PLAIN = [provider for provider in peers.PEERS(None) if provider.name.startswith("plain")]
+PLAIN = [provider for provider in peers.PEERS if provider.name.startswith("plain")]
 FRAMES, LABELS = (4, 7, 3, 1), (2, 3, 0, 5)
 H, V = 6, 5
 
@@ -29,7 +29,7 @@ def batch(dropout: float = 0.0) -> Batch:
 @pytest.mark.parametrize("provider", PLAIN, ids=lambda provider: provider.name)
 def test_losses_and_gradients(provider: Provider, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = batch()
-    monkeypatch.setattr(peers, "LOGITS", n * max(FRAMES) * (max(LABELS) + 1) * V * 4)
+    monkeypatch.setattr(peers, "LOGITS", n * max(FRAMES) * (max(LABELS) + 1) * V * 4)  # for those sized by it
     assert peers.utterances(given) == n
     step = provider.prepare(given)
     losses, again = step(), step()
@@ -63,9 +63,20 @@ def test_float16_is_close_to_float32() -> None:
     torch.testing.assert_close(PLAIN[0].prepare(half)(), PLAIN[0].prepare(whole)(), rtol=2e-2, atol=2e-2)
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    reasons = {provider.name.split(",")[0]: provider.missing() for provider in peers.PEERS(tmp_path)}
+def test_what_is_missing_is_said() -> None:
+    reasons = {provider.name.split(",")[0]: provider.missing() for provider in peers.PEERS}
     assert reasons["plain PyTorch"] == ""
-    assert reasons["NeMo Numba"] == "no nemo/ in the folder of peers"
-    assert reasons["Apex"] == "apex is not installed"
+    assert reasons["NeMo Numba"] == "nemo.collections.asr.parts.numba.rnnt_loss is not installed"
+    assert reasons["Apex"] == "apex.contrib.transducer is not installed"
+    assert reasons["original Flash RNN-T"] == "nemo.collections.asr.losses.flash_rnnt is not installed"
     assert peers.without("no_such_module")() == "no_such_module is not installed"
+
+
+def test_more_logits_than_indices_reach_are_refused() -> None:
+    sizes = {"encoder": (8, 885, H), "predictor": (8, 453, H), "weight": (1024, H)}
+    part = SimpleNamespace(**{name: torch.empty(1).expand(size) for name, size in sizes.items()})
+    loss = peers.indexed(lambda part: part.encoder)
+    with pytest.raises(ValueError, match="3284213760 logits"):
+        loss(part)
+    part.encoder = part.encoder[:2]
+    assert loss(part) is part.encoder

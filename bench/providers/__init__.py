@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,7 +43,8 @@ class Batch:
         return dataclasses.replace(self, **leaves, targets=targets, frames=frames_b, labels=labels_b, dropout=0.0)
 
 
-Step = Callable[[], Tensor]  # forward and backward of the mean loss: leaves' .grad; returns losses [B], detached
+# forward and backward of the mean loss: leaves' .grad; returns losses [B] or their mean, detached
+Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Provider:
     prepare: Callable[[Batch], Step]  # may compile; what it raises becomes the row's reason
 
 
-def providers(peers: Path | None) -> tuple[Provider, ...]:
+def providers() -> tuple[Provider, ...]:
     """Ours first, then the peers'."""
     from bench.providers.ours import OURS  # noqa: PLC0415  they import this module
     from bench.providers.peers import PEERS  # noqa: PLC0415
 
-    return OURS + PEERS(peers)
+    return OURS + PEERS

@@ -19,17 +19,11 @@ def _joint(**options: Any) -> Callable[[Batch], Step]:
         integers = batch.targets, batch.frames, batch.labels
 
         def step() -> Tensor:
-            losses = joint_rnnt_loss(
-                *batch.leaves,
-                *integers,
-                blank=batch.blank,
-                dropout=batch.dropout,
-                seed=1,
-                reduction="none",
-                **options,
+            loss = joint_rnnt_loss(
+                *batch.leaves, *integers, blank=batch.blank, dropout=batch.dropout, seed=1, **options
             )
-            losses.mean().backward()
-            return losses.detach()
+            loss.backward()
+            return loss.detach()
 
         return step
 
