@@ -59,10 +59,10 @@ def errors(provider: Provider, batch: Batch, truth: Numbers) -> dict[str, float]
     losses = provider.prepare(batch)()
     found = dict(zip(ALLOWED, (losses, *(leaf.grad for leaf in batch.leaves)), strict=True))
     result = {}
-    for name, right in truth.items():
+    for name, exactly in truth.items():
         number = found[name]
-        if name == "losses" and number is not None and number.dim() == 0:
-            right = right.mean()
+        mean = name == "losses" and number is not None and number.dim() == 0
+        right = exactly.mean() if mean else exactly
         if number is None or number.shape != right.shape:
             raise Refused(f"{name}: shape {None if number is None else tuple(number.shape)}, not {tuple(right.shape)}")
         difference = number.to(right) - right
