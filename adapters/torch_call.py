@@ -245,16 +245,17 @@ def _facts(name: str, tensor: Tensor) -> Facts:
 
 def _host(values: Mapping[str, Any]) -> list[Integers]:
     """Integer tensors or lists in host memory, as int64; what is on a device comes in one copy."""
-    away = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
-    for name, value in away.items():
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
         if value.dtype not in (torch.int32, torch.int64):
             raise InputTypeError(name, "int32 or int64", _dtype_name(value))
+    away = {name: value for name, value in tensors.items() if value.device.type != "cpu"}
     if away:
         device = next(iter(away.values())).device
         flat = torch.cat([value.to(device).reshape(-1) for value in away.values()]).cpu()
         pieces = torch.split(flat, [value.numel() for value in away.values()])
-        away = {name: piece.view(away[name].shape) for name, piece in zip(away, pieces, strict=True)}
-    return [host_integers(name, away.get(name, value)) for name, value in values.items()]
+        tensors |= {name: piece.view(away[name].shape) for name, piece in zip(away, pieces, strict=True)}
+    return [host_integers(name, tensors[name].numpy() if name in tensors else values[name]) for name in values]
 
 
 @contextlib.contextmanager
@@ -266,7 +267,7 @@ def _on(device: torch.device) -> Iterator[None]:
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), cupy.cuda.Device(device.index), stream:
+    with cupy.cuda.Device(device.index), stream:  # the runtime's current device is torch's, too
         yield
 
 
@@ -279,13 +280,13 @@ def _block(device: torch.device, parts: Sequence[Part]) -> tuple[Tensor, dict[st
 def _buffers_in(block: Tensor, parts: Sequence[Part]) -> dict[str, Buffer]:
     """Buffers one behind another in a block."""
     buffers: dict[str, Buffer] = {}
-    begin = 0
+    begin, pointer, host = 0, block.data_ptr(), None if block.is_cuda else block.detach().numpy()
     for part in parts:
-        if block.is_cuda:
+        if host is None:
             strides = contiguous_strides(part.shape)
-            buffers[part.name] = DeviceArray(block.data_ptr() + begin, part.shape, part.dtype, strides, block)
+            buffers[part.name] = DeviceArray(pointer + begin, part.shape, part.dtype, strides, block)
         else:
-            memory = block.detach().numpy()[begin : begin + part.nbytes]
+            memory = host[begin : begin + part.nbytes]
             buffers[part.name] = memory.view(numpy_dtype(part.dtype)).reshape(part.shape)
         begin += _aligned_bytes(part)
     return buffers

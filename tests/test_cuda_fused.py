@@ -91,10 +91,10 @@ class Launches:
         driver = Driver(self.kernel, self.gemm, lambda *_: None, self.download, lambda _: None)
         self.backend = make_backend(driver, H200, 132, self.allocate)
 
-    def kernel(self, spec: Any, entry: str, record: np.ndarray) -> Any:
+    def kernel(self, spec: Any, entry: str, record: np.ndarray, shared_bytes: int) -> Any:
         del spec
 
-        def launch(grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int) -> None:
+        def launch(grid: tuple[int, ...], block: tuple[int, ...]) -> None:
             assert (shared_bytes == FUSED_SHARED_BYTES) == (block == (512,)), entry
             self.names.append(entry)
             self.records[entry] = record.copy()

@@ -116,9 +116,9 @@ def test_out_of_memory_is_said_and_survived() -> None:
 
 def test_a_failed_launch_names_kernel_sizes_and_device() -> None:
     record = np.zeros(1, specs.CONVERT_RECORD)
-    kernel = CUPY.kernel(specs.convert_spec("float32", "float32", "float32", False), "convert", record)
+    kernel = CUPY.kernel(specs.convert_spec("float32", "float32", "float32", False), "convert", record, 0)
     with pytest.raises(frc.LaunchError, match=r"convert.*grid \(1,\), block \(5000,\).*cuda:0"):
-        kernel((1,), (5000,), 0)
+        kernel((1,), (5000,))
 
 
 def test_repeated_calls_give_the_same_bits() -> None:

@@ -45,10 +45,10 @@ def host_view(array: DeviceArray) -> Array:
 def make_driver(reverse: bool) -> Driver:
     """The five functions; ``reverse`` runs threads and blocks in the other order."""
 
-    def kernel(spec: ModuleSpec, entry: str, record: Array) -> Kernel:
+    def kernel(spec: ModuleSpec, entry: str, record: Array, shared_bytes: int) -> Kernel:
         library = shim.load(spec, SANITIZE)
 
-        def launch(grid: Grid, block: Grid, shared_bytes: int) -> None:
+        def launch(grid: Grid, block: Grid) -> None:
             library.run(entry, grid, block, record, shared_bytes, reverse)
 
         return launch

@@ -30,47 +30,56 @@ COMPUTE_32F, COMPUTE_64F = 68, 70  # cublasComputeType_t
 
 Grid = tuple[int, ...]
 Record = npt.NDArray[Any]
-Kernel = Callable[[Grid, Grid, int], None]  # grid, block, dynamic shared bytes
+Kernel = Callable[[Grid, Grid], None]  # grid, block
 
 
 @dataclass(frozen=True)
 class Driver:
     """The device's functions.
 
-    kernel(spec, entry, record) -> kernel             compiled, loaded, and tied to the current stream and to its
-                                                      parameter record, whose fields may change between launches
+    kernel(spec, entry, record, shared_bytes) -> kernel   compiled, loaded, and tied to the current stream, to so much
+                                                      dynamic shared memory and to its parameter record, whose
+                                                      fields may change between launches
     gemm(a, b, c, transpose_a, transpose_b, add, alpha)   c = alpha op(a) op(b), row-major; + c if ``add``
     upload(arrays, device)                            copies them one behind another, each from a whole 64-bit word
     download(device) -> host                          a copy; waits for the stream
     zero(device)                                      fills with zero bytes
     """
 
-    kernel: Callable[[ModuleSpec, str, Record], Kernel]
+    kernel: Callable[[ModuleSpec, str, Record, int], Kernel]
     gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool, float], None]
     upload: Callable[[Sequence[npt.NDArray[Any]], DeviceArray], None]
     download: Callable[[DeviceArray], npt.NDArray[Any]]
     zero: Callable[[DeviceArray], None]
 
 
-def _kernel(spec: ModuleSpec, entry: str, record: Record) -> Kernel:
+@functools.cache
+def _function(spec: ModuleSpec, entry: str, device: int, shared_bytes: int) -> int:
+    """Handle of a kernel on a device, allowed so much dynamic shared memory."""
+    del device  # the current one
+    raw = load(spec).get(entry)
+    if shared_bytes > DEFAULT_SHARED_BYTES:
+        raw.max_dynamic_shared_size_bytes = max(shared_bytes, raw.max_dynamic_shared_size_bytes)
+    handle: int = raw.kernel.ptr
+    return handle
+
+
+def _kernel(spec: ModuleSpec, entry: str, record: Record, shared_bytes: int) -> Kernel:
     """Launches through the driver's own call: a RawKernel would pack the record anew each time."""
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
-    raw = load(spec).get(entry)
-    function, driver, stream = raw.kernel.ptr, cupy.cuda.driver, cupy.cuda.get_current_stream().ptr
+    device, driver, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.driver, cupy.cuda.get_current_stream().ptr
+    function = _function(spec, entry, device, shared_bytes)
     parameters = ctypes.c_void_p(record.ctypes.data)  # void*[1]
     address = ctypes.addressof(parameters)
 
-    def launch(grid: Grid, block: Grid, shared_bytes: int) -> None:
-        if shared_bytes > DEFAULT_SHARED_BYTES:
-            raw.max_dynamic_shared_size_bytes = shared_bytes
+    def launch(grid: Grid, block: Grid) -> None:
         sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
         try:
             driver.launchKernel(function, *sizes, shared_bytes, stream, address, 0)
         except driver.CUDADriverError as error:
             described = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
-            device = f"cuda:{cupy.cuda.Device().id}"
-            raise LaunchError(f"{spec.file}: {entry}", described, device, error) from error
+            raise LaunchError(f"{spec.file}: {entry}", described, f"cuda:{device}", error) from error
 
     launch.keeps = record, parameters  # type: ignore[attr-defined]
     return launch

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+from flash_rnnt_cupy.backends.cuda.tables import index_words, rows_words
 from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, accumulator_dtype
 from flash_rnnt_cupy.problem import Form, Problem
 from flash_rnnt_cupy.topology import RNNT
@@ -48,17 +49,6 @@ def _against_fused(capability: str, wanted: bool, problem: Problem) -> tuple[str
     return tuple(reason for holds, reason in checks if not holds)
 
 
-def index_words(packing: Packing) -> int:
-    """64-bit words of the index tables: 8 tables an utterance, frame and label tables (see tables.py)."""
-    batch, frames = packing.batch, packing.n_frames
-    return 9 * (batch + 1) + frame_words(packing) + -(-frames // 2) + -(-int(packing.label_start_b[-1]) // 2)
-
-
-def frame_words(packing: Packing) -> int:
-    """64-bit words of the tables that change with the rows in work: row_start_f and lo_f."""
-    return packing.n_frames + 1 + -(-packing.n_frames // 2)
-
-
 class Diagonals(NamedTuple):
     """How the recursion keeps its sums.
 
@@ -98,14 +88,14 @@ def _scratch(
     gradients: frozenset[str],
 ) -> tuple[Part, ...]:
     dtype, fused = accumulator_dtype(problem.dtype), not against_fused(problem)
-    parts = [Part("index tables", (index_words(packing),), "int64", Life.SAVED)]
+    parts = [Part("index tables", (sum(index_words(problem, packing).values()),), "int64", Life.SAVED)]
     longest, ring, period, shared = diagonals(shared_bytes, problem, packing)
     if not shared:
         parts.append(Part("recursion diagonals", (problem.batch, ring + period, longest), "float64", Life.TILE))
     if gradients:
         parts.append(Part("upstream", (problem.batch + 1,), dtype, Life.BACKWARD))
     if gradients and problem.form is Form.JOINT and problem.options.min_occupancy > 0:
-        parts.append(Part("band tables", (frame_words(packing),), "int64", Life.BACKWARD))
+        parts.append(Part("band tables", (sum(rows_words(packing).values()),), "int64", Life.BACKWARD))
         parts.append(Part("band selection", (2, packing.n_frames), "int64", Life.BACKWARD))
     width = problem.joint_width
     for name, carry in (("encoder", (2, width)), ("predictor", (2, longest, width))):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flash_rnnt_cupy.backends import Allocate, Lattice
 from flash_rnnt_cupy.backends.cuda import tables
@@ -54,14 +53,13 @@ class Launch:
     """A kernel and its parameters, made ready once a call; only the tile changes."""
 
     def __init__(self, driver: Driver, spec: ModuleSpec, entry: str, record: Record, shared_bytes: int = 0) -> None:
-        self._kernel = driver.kernel(spec, entry, record)
+        self._kernel = driver.kernel(spec, entry, record, shared_bytes)
         self._tile = record["tile"].view(np.int64)
-        self._shared_bytes = shared_bytes
 
     def __call__(self, tile: Tile, grid: Grid, block: Grid) -> None:
         """Runs it on a tile."""
         self._tile[:] = tile
-        self._kernel(grid, block, self._shared_bytes)
+        self._kernel(grid, block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +104,7 @@ class CudaCall:
 
     def run(self, spec: ModuleSpec, entry: str, grid: Grid, block: Grid, record: Record, shared: int = 0) -> None:
         """Launches a kernel that runs once."""
-        self.driver.kernel(spec, entry, record)(grid, block, shared)
+        self.driver.kernel(spec, entry, record, shared)(grid, block)
 
 
 def begin(
@@ -118,24 +116,11 @@ def begin(
     kept: Mapping[str, DeviceArray],
 ) -> CudaCall:
     """Uploads the index tables and brings weight and bias to the dtypes in which they are used."""
-    packing = plan.rows.packing
-    arrays = tables.packing_tables(packing) | tables.rows_tables(plan.rows)
-    if plan.problem.form is Form.JOINT:
-        for name, starts in (("encoder", packing.frame_start_b), ("predictor", packing.state_start_b)):
-            given = getattr(inputs, name)
-            arrays[f"{name}_offset_b"] = tables.row_offsets(given, 3, starts)
-            padded = len(given.shape) == 3
-            arrays[f"{name}_grad_row_b"] = np.arange(packing.batch) * given.shape[1] if padded else starts[:-1]
-    elif len(inputs.logits.shape) == 4:
-        arrays["logits_offset_b"] = np.arange(packing.batch, dtype=np.int64) * inputs.logits.strides[0]
-        arrays["grad_offset_b"] = np.arange(packing.batch, dtype=np.int64) * int(np.prod(inputs.logits.shape[1:]))
-    arrays["labels"] = np.zeros(0, np.int32)  # the last table: its size moves no other
     made = dict(kept)
     if "index tables" not in made:
-        arrays["labels"] = _packed_labels(inputs.targets, packing.labels_b)
         made["index tables"] = allocate(plan.account["index tables"])
-        driver.upload(list(arrays.values()), made["index tables"])
-    table = tables.addresses(arrays, made["index tables"].pointer)
+        driver.upload(list(tables.index_tables(plan.rows, inputs).values()), made["index tables"])
+    table = tables.addresses(tables.index_words(plan.problem, plan.rows.packing), made["index tables"].pointer)
     call = CudaCall(driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias)
     return dataclasses.replace(
         call,
@@ -152,13 +137,6 @@ def _as_used(call: CudaCall, given: DeviceArray | None, part: str) -> DeviceArra
         call.kept[part] = call.take(part)
         _convert(call, given, call.kept[part], None)
     return call.kept[part]
-
-
-def _packed_labels(targets: npt.NDArray[np.int64], labels_b: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Labels of all transcripts one after another."""
-    if targets.ndim == 2:
-        targets = targets[np.arange(targets.shape[1])[None] < labels_b[:, None]]
-    return targets.astype(np.int32)
 
 
 def _convert(call: CudaCall, source: DeviceArray, target: DeviceArray, scale: int | None) -> None:
@@ -540,9 +518,10 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
     call.run(spec, "split_upstream", (1,), (THREADS,), record)
     table, kept = call.table, call.kept
     if rows is not call.plan.rows:
-        memory, arrays = call.take("band tables"), tables.rows_tables(rows)
-        call.driver.upload(list(arrays.values()), memory)
-        table, kept = {**table, **tables.addresses(arrays, memory.pointer)}, {**kept, "band tables": memory}
+        memory = call.take("band tables")
+        call.driver.upload(list(tables.rows_tables(rows).values()), memory)
+        table = {**table, **tables.addresses(tables.rows_words(rows.packing), memory.pointer)}
+        kept = {**kept, "band tables": memory}
     bias_partials = _scratch(call, "bias partial sums")
     if bias_partials is not None:
         call.driver.zero(bias_partials)
