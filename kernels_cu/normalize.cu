@@ -57,7 +57,7 @@ struct NormalizeParams {
   Acc* bias_sums;                   // [V]
   i64 n_nodes;
   Acc clamp;
-  int blank, batch, bias_chunks, padded_frames, padded_states;
+  int blank, batch, bias_chunks, padded_states;
 };
 
 __device__ __forceinline__ float exp_base(float x) { return exp2_unit(x); }
@@ -442,22 +442,20 @@ extern "C" __global__ void __launch_bounds__(256) bias_add(const __grid_constant
   p.bias_sums[v] += total;
 }
 
-// A cell (t, u) of the padded grid a warp, utterances along blockIdx.y.
+// A frame a block, utterances along blockIdx.y; a state a warp.
 extern "C" __global__ void __launch_bounds__(256) zero_padding(const __grid_constant__ NormalizeParams p) {
-  const i64 cell = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-  if (cell >= static_cast<i64>(p.padded_frames) * p.padded_states) return;
-  const int t = static_cast<int>(cell / p.padded_states), u = static_cast<int>(cell % p.padded_states);
+  const int t = blockIdx.x, lane = threadIdx.x % kWarp;
   for (int b = blockIdx.y; b < p.batch; b += gridDim.y) {
-    const bool inside = t < p.rows.frame_start_b[b + 1] - p.rows.frame_start_b[b] &&
-                        u < p.rows.state_start_b[b + 1] - p.rows.state_start_b[b];
-    if (inside) continue;
-    Logit* to = p.grad_logits + p.grad_offset_b[b] + t * p.grad_step_t + u * p.grad_step_u;
-    const int lane = threadIdx.x % kWarp;
-    if (kWide) {
-      const Acc zeros[kVector] = {};
-      for (int v = lane * kVector; v < kVocabulary; v += kWarp * kVector) store_vector<kWide>(to + v, kVector, zeros);
-    } else {
-      for (int v = lane; v < kVocabulary; v += kWarp) to[v] = narrow<Logit>(Acc(0));
+    const bool inside = t < p.rows.frame_start_b[b + 1] - p.rows.frame_start_b[b];
+    const int states = inside ? static_cast<int>(p.rows.state_start_b[b + 1] - p.rows.state_start_b[b]) : 0;
+    for (int u = states + threadIdx.x / kWarp; u < p.padded_states; u += blockDim.x / kWarp) {
+      Logit* to = p.grad_logits + p.grad_offset_b[b] + t * p.grad_step_t + u * p.grad_step_u;
+      if (kWide) {
+        const Acc zeros[kVector] = {};
+        for (int v = lane * kVector; v < kVocabulary; v += kWarp * kVector) store_vector<kWide>(to + v, kVector, zeros);
+      } else {
+        for (int v = lane; v < kVocabulary; v += kWarp) to[v] = narrow<Logit>(Acc(0));
+      }
     }
   }
 }

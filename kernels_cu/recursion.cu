@@ -13,9 +13,10 @@
 // Order      ring slot d % kRing == the sums of diagonal d; window slot d - first == alpha of diagonal d in the
 //            period that begins at `first`. A diagonal reads only those before it, and one __syncthreads() between
 //            diagonals covers both its reads and its writes
-// Numbers    running sums in float64; for float32 lattices the exponential and logarithm of a log-add in float32.
-//            -inf is lawful anywhere; a NaN stays in its utterance. No atomics: the same bits every run
+// Numbers    running sums in float64; for float32 lattices the exponential and logarithm of a log-add in float32, good
+//            to 1e-7. -inf is lawful anywhere; a NaN stays in its utterance. No atomics: the same bits every run
 #include "common.cuh"
+#include "ptx.cuh"
 #include "table.cuh"
 
 typedef ACCUMULATOR Acc;
@@ -32,7 +33,7 @@ struct RecursionParams {
   double* diagonals;         // [B, kRing + period, max_states] where shared memory is too small, else null
   i64 n_nodes;
   double emit_weight;        // 1 + fastemit_lambda
-  int period;                // diagonals, at least kReach
+  int period;                // diagonals, a power of two, at least kReach
   int max_states, batch, zero_infinity;
 };
 
@@ -56,19 +57,33 @@ __device__ __forceinline__ Utterance utterance_of(const RecursionParams& p, doub
   return at;
 }
 
+// e^x and log(1 + x), 0 <= x <= 1; the latter by a polynomial with errors below 1e-7.
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+__device__ __forceinline__ float exp_of(float x) { return exp2_unit(x * 1.4426950408889634f); }
+__device__ __forceinline__ double log1p_of(double x) { return log1p(x); }
+__device__ __forceinline__ float log1p_of(float x) {
+  const float x2 = x * x, x4 = x2 * x2;
+  const float p01 = fmaf(x, -0.49997094f, 0.99999933f), p23 = fmaf(x, -0.24672678f, 0.33289666f);
+  const float p45 = fmaf(x, -0.1269084f, 0.1856979f), p67 = fmaf(x, -0.023855199f, 0.068084212f);
+  const float low = fmaf(x2, p23, p01), high = fmaf(x2, p67, p45);
+  return x * fmaf(x4, fmaf(x4, 0.0039303998f, high), low);
+}
+
+// log(e^a + e^b)
 __device__ __forceinline__ double log_add(double a, double b) {
   const double high = a < b ? b : a, low = a < b ? a : b;  // a NaN ends up in one of them
-  if (low == -infinity<double>()) return high;
-  const Acc ratio = exp(static_cast<Acc>(low - high));
-  return high + static_cast<double>(log1p(ratio));
+  const Acc apart = low == high ? Acc(0) : static_cast<Acc>(low - high);  // not NaN for -inf and -inf
+  return high + static_cast<double>(log1p_of(exp_of(apart)));
 }
 
 __device__ __forceinline__ double arc_score(int k, const Acc (&column)[kColumns]) {
-  double score = kArcConstant[k];
+  double score = 0;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c)
-    if (kArcColumns[k] >> c & 1) score += static_cast<double>(column[c]);
-  return score;
+  for (int c = 0; c < kColumns; ++c) {
+    const bool first = (kArcColumns[k] & ((1u << c) - 1)) == 0;
+    if (kArcColumns[k] >> c & 1) score = first ? static_cast<double>(column[c]) : score + static_cast<double>(column[c]);
+  }
+  return kArcConstant[k] == 0 ? score : score + kArcConstant[k];
 }
 
 __device__ __forceinline__ bool in_lattice(const Utterance& at, int t, int u) {
@@ -76,6 +91,12 @@ __device__ __forceinline__ bool in_lattice(const Utterance& at, int t, int u) {
 }
 __device__ __forceinline__ bool is_final(const Utterance& at, int t, int u) {
   return t == at.frames && u == at.states - 1;
+}
+
+__device__ __forceinline__ int ring_slot(int d) { return static_cast<int>(static_cast<u32>(d) % kRing); }
+
+__device__ __forceinline__ i64 node_of(const Utterance& at, int t, int u) {
+  return at.node_start + static_cast<i64>(t) * at.states + u;
 }
 
 // Runs step(d, u, ahead) for every state u of n diagonals, from d on by `step_d`. For the thread's first state `ahead`
@@ -115,15 +136,15 @@ struct Incoming {
 __device__ __forceinline__ void load_incoming(const RecursionParams& p, const Utterance& at, int d, int u,
                                               Incoming& incoming) {
   const int t = d - u;
+  const Acc* const own = p.column_cn + node_of(at, t, u);
 #pragma unroll
   for (int k = 0; k < kArcs; ++k) {
-    const int from_t = t - kArcDt[k], from_u = u - kArcDu[k];
-    const bool exists = in_lattice(at, from_t, from_u) && (t < at.frames || kArcMayEnd[k]);
-    const i64 node = at.node_start + static_cast<i64>(from_t) * at.states + from_u;
+    const bool exists = in_lattice(at, t - kArcDt[k], u - kArcDu[k]) && (t < at.frames || kArcMayEnd[k]);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
       if (kArcColumns[k] >> c & 1)
-        incoming.column[k][c] = exists ? p.column_cn[c * p.n_nodes + node] : -infinity<Acc>();
+        incoming.column[k][c] =
+            exists ? own[c * p.n_nodes - (kArcDt[k] * at.states + kArcDu[k])] : -infinity<Acc>();
   }
 }
 
@@ -131,17 +152,19 @@ __device__ __forceinline__ void load_incoming(const RecursionParams& p, const Ut
 template <class Before>
 __device__ __forceinline__ double alpha_of(const Utterance& at, int t, int u, const Incoming& incoming,
                                            Before before) {
-  double alpha = t + u == 0 ? 0.0 : -infinity<double>();
+  if (t + u == 0) return 0;
+  double alpha = -infinity<double>();
 #pragma unroll
   for (int k = 0; k < kArcs; ++k) {
     const int from_u = u - kArcDu[k];
     if (!in_lattice(at, t - kArcDt[k], from_u)) continue;
-    alpha = log_add(alpha, before(kArcDt[k] + kArcDu[k])[from_u] + arc_score(k, incoming.column[k]));
+    const double arriving = before(kArcDt[k] + kArcDu[k])[from_u] + arc_score(k, incoming.column[k]);
+    alpha = k == 0 ? arriving : log_add(alpha, arriving);
   }
   return alpha;
 }
 
-// Where alpha of node (d - u, u) is kept, `slot` == d % period < kReach: frames [i period, (i + 1) period) of a state
+// Where alpha of node (d - u, u) is kept, `slot` == d modulo period < kReach: frames [i period, (i + 1) period) of a state
 // have one such node.
 __device__ __forceinline__ double* checkpoint_of(const RecursionParams& p, const Utterance& at, int slot, int d,
                                                  int u) {
@@ -160,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(1024) sum_alignments(const __grid_c
     const bool ends = is_final(at, d - u, u);
     if (!in_lattice(at, d - u, u) && !ends) return;
     const double alpha =
-        alpha_of(at, d - u, u, incoming, [&](int back) { return at.ring + (d - back) % kRing * p.max_states; });
-    at.ring[d % kRing * p.max_states + u] = alpha;
-    const int slot = d % p.period;
+        alpha_of(at, d - u, u, incoming, [&](int back) { return at.ring + ring_slot(d - back) * p.max_states; });
+    at.ring[ring_slot(d) * p.max_states + u] = alpha;
+    const int slot = d & (p.period - 1);
     if (ends)
       p.log_likelihood_b[blockIdx.x] = alpha;
     else if (p.checkpoints && slot < kReach)
@@ -188,7 +211,7 @@ struct Own {
 __device__ __forceinline__ void load_own(const RecursionParams& p, const Utterance& at, int d, int u, Own& own) {
   const int t = d - u;
   if (!in_lattice(at, t, u)) return;
-  const i64 node = at.node_start + static_cast<i64>(t) * at.states + u;
+  const i64 node = node_of(at, t, u);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) own.column[c] = p.column_cn[c * p.n_nodes + node];
 }
@@ -203,17 +226,17 @@ __device__ __forceinline__ void beta_at(const RecursionParams& p, const Utteranc
     const int to_t = t + kArcDt[k], to_u = u + kArcDu[k];
     const bool ends = is_final(at, to_t, to_u) && kArcMayEnd[k];
     if (!ends && !in_lattice(at, to_t, to_u)) continue;
-    const int slot = (d + kArcDt[k] + kArcDu[k]) % kRing;
+    const int slot = ring_slot(d + kArcDt[k] + kArcDu[k]);
     const double mass = arc_score(k, own.column) + (ends ? 0.0 : at.ring[slot * p.max_states + to_u]);
-    beta = log_add(beta, mass);
+    beta = k == 0 ? mass : log_add(beta, mass);
     const Acc weight = kArcDu[k] > 0 ? static_cast<Acc>(p.emit_weight) : Acc(1);
-    const Acc arc_posterior = weight * exp(static_cast<Acc>(alpha + mass - total));
+    const Acc arc_posterior = weight * exp_of(static_cast<Acc>(alpha + mass - total));
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
       if (kArcColumns[k] >> c & 1) posterior[c] += arc_posterior;
   }
-  at.ring[d % kRing * p.max_states + u] = beta;
-  const i64 node = at.node_start + static_cast<i64>(t) * at.states + u;
+  at.ring[ring_slot(d) * p.max_states + u] = beta;
+  const i64 node = node_of(at, t, u);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) p.column_cn[c * p.n_nodes + node] = posterior[c];
 }

@@ -54,7 +54,8 @@ class Diagonals(NamedTuple):
 
     max_states  of a diagonal, max U1
     ring        diagonals that a step looks at: reach + 1
-    period      alpha is kept of ``reach`` diagonals in every ``period``, and computed anew a period at a time
+    period      a power of two: alpha is kept of ``reach`` diagonals in every ``period``, and computed anew a period
+                at a time
     shared      whether a block's ring and period fit shared memory
     """
 
@@ -67,10 +68,16 @@ class Diagonals(NamedTuple):
 def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonals:
     """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD."""
     max_states, reach = int(packing.states_b.max(initial=1)), problem.topology.reach
-    fitting = shared_bytes // (8 * max_states) - (reach + 1)
-    shared = fitting >= reach
-    wanted = max(PERIOD, reach)
-    return Diagonals(max_states, reach + 1, min(fitting, wanted) if shared else wanted, shared)
+    least, ring = power_of_two(reach), reach + 1
+    fitting = shared_bytes // (8 * max_states) - ring
+    shared = fitting >= least
+    wanted = max(PERIOD, least)
+    return Diagonals(max_states, ring, min(power_of_two(fitting + 1) // 2, wanted) if shared else wanted, shared)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is n or more."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _alpha_shape(shared_bytes: int, problem: Problem, packing: Packing) -> tuple[int, ...]:

@@ -86,7 +86,6 @@ def normalize_record(acc: str) -> np.dtype[Any]:
         ("blank", np.int32),
         ("batch", np.int32),
         ("bias_chunks", np.int32),
-        ("padded_frames", np.int32),
         ("padded_states", np.int32),
     )
 

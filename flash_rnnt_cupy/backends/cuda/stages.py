@@ -335,7 +335,6 @@ def _normalize_launch(
             "logits_step_t": logits.strides[1],
             "grad_offset_b": call.table["logits_offset_b" if in_place else "grad_offset_b"],
             "grad_step_t": grad_logits.strides[1],
-            "padded_frames": logits.shape[1],
             "padded_states": logits.shape[2],
         }
     record = np.zeros(1, normalize_record(call.acc))
@@ -383,8 +382,7 @@ def normalize_backward(
             _normalize_launch(call, "bias_partials", *arrays)(tile, grid, (32, WARPS))
         add_bias_partials(call, tile, *arrays)
     if len(grad_logits.shape) == 4:
-        cells = grad_logits.shape[1] * grad_logits.shape[2]
-        grid = (-(-cells // WARPS), min(problem.batch, MAX_GRID_Y))
+        grid = (grad_logits.shape[1], min(problem.batch, MAX_GRID_Y))
         _normalize_launch(call, "zero_padding", *arrays)(tile, grid, (THREADS,))
 
 

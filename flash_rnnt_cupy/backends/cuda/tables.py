@@ -34,7 +34,7 @@ def index_words(problem: Problem, packing: Packing) -> dict[str, int]:
     offsets: tuple[str, ...] = ()
     if problem.form is Form.JOINT:
         offsets = ("encoder_offset_b", "encoder_grad_row_b", "predictor_offset_b", "predictor_grad_row_b")
-    elif len(problem.shapes["logits"]) == 4:
+    elif len(problem.shapes.get("logits", ())) == 4:
         offsets = ("logits_offset_b", "grad_offset_b")
     return {
         **dict.fromkeys(starts, packing.batch + 1),
