@@ -1,7 +1,7 @@
 """The loss of given logits beside what reading and writing them costs: `python -m bench logits`.
 
 Forward must read the logits once, backward read and write them once; the floor of either is the time of a sum over,
-and of an in-place product with one of, a tensor of that size. float16, B 16, T 300, U 60, V 1024, and ragged.
+and of an in-place product with one of, a tensor of that size. float16, B 128, T 300, U 60, V 1024, and ragged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench import measure
 from bench.records import Record
 from flash_rnnt_cupy.adapters.pytorch import rnnt_loss
 
-SIZES = (16, 300, 61, 1024)  # B, T, U1, V
+SIZES = (128, 300, 61, 1024)  # B, T, U1, V
 
 
 def measured(sizes: tuple[int, int, int, int], ragged: bool, seconds: float) -> dict[str, Any]:
