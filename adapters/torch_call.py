@@ -147,11 +147,12 @@ class Call:
         """Gradients of the losses [B], in float64, from that of what `reduce` gives."""
         if self.weights_b is None:
             return grad.to(torch.float64)
-        weight = self._common_weight
-        weighted = (grad * (self.weights(grad) if weight is None else weight)).to(torch.float64)
-        return weighted.expand(len(self.weights_b))
+        if self._common_weight is None:
+            return (grad * self.weights(grad)).to(torch.float64)
+        one = torch.empty((), dtype=torch.float64, device=grad.device)
+        return torch.mul(grad, self._common_weight, out=one).expand(len(self.weights_b))
 
-    @property
+    @cached_property
     def _common_weight(self) -> float | None:
         """The weight of every utterance, if all have the same: no array has to go to the device then."""
         weights_b = self.weights_b
@@ -245,17 +246,16 @@ def _facts(name: str, tensor: Tensor) -> Facts:
 
 def _host(values: Mapping[str, Any]) -> list[Integers]:
     """Integer tensors or lists in host memory, as int64; what is on a device comes in one copy."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    for name, value in tensors.items():
+    away = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"}
+    for name, value in away.items():
         if value.dtype not in (torch.int32, torch.int64):
             raise InputTypeError(name, "int32 or int64", _dtype_name(value))
-    away = {name: value for name, value in tensors.items() if value.device.type != "cpu"}
     if away:
         device = next(iter(away.values())).device
         flat = torch.cat([value.to(device).reshape(-1) for value in away.values()]).cpu()
         pieces = torch.split(flat, [value.numel() for value in away.values()])
-        tensors |= {name: piece.view(away[name].shape) for name, piece in zip(away, pieces, strict=True)}
-    return [host_integers(name, tensors[name].numpy() if name in tensors else values[name]) for name in values]
+        away = {name: piece.view(away[name].shape) for name, piece in zip(away, pieces, strict=True)}
+    return [host_integers(name, away.get(name, value)) for name, value in values.items()]
 
 
 @contextlib.contextmanager
