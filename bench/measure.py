@@ -42,6 +42,7 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # of PyTorch's products: else a row pays for what ran before it
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

@@ -29,7 +29,7 @@ DROPOUT = 0.1
 class Sizes:
     """Of model and batch; frames are of 10 ms, of which the encoder makes a quarter."""
 
-    batch: int = 32
+    batch: int = 64
     frames: int = 1500
     labels: int = 60
     mel: int = 80

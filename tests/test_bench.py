@@ -97,6 +97,10 @@ def sample(folder: Path) -> None:
     failed = {**row, "provider": "theirs", "failed": "out of memory"}
     record.put("run", [done, failed])
     record.put("accuracy", [{"loss": "ours", "T": T, "U": 10, "error": 1e-6} for T in (50, 500)])
+    logits = {"forward_ms": 1.2, "read_ms": 1.0, "backward_ms": 2.2, "read_write_ms": 2.0}
+    record.put("logits", [{"sizes": [2, 3, 4, 5], "ragged": False, "nodes": 24, **logits}])
+    step = {"parameters": 10**8, "step_ms": 123.4, "peak_gib": 5.0}
+    record.put("model", [{"loss_by": "ours", "batch": 64, **step}])
     stages_ms = dict.fromkeys(stages.STAGES, 1.0)
     stage = {"workload": "medium", "tile_rows": 64, "min_occupancy": 0.0, "step_ms": 9.0, "stages_ms": stages_ms}
     Record("stages", folder).put("stages", [stage])
@@ -112,7 +116,9 @@ def test_report_writes_between_its_markers_only(tmp_path: Path) -> None:
     assert text.endswith("<!-- end -->\n<!-- cpu -->\nkept\n<!-- end -->\nafter\n")
     assert "| ours | 45,678 @ 0.34 |" in text
     assert "old" not in text
-    assert "theirs: out of memory" in report.run_details(tmp_path)
+    assert "theirs: out of memory" in str(report.run_details(tmp_path))
+    assert "| full | 24 | 1.200 | 1.000 | 2.200 | 2.000 | 1.20, 1.10 |" in str(report.logits(tmp_path))
+    assert "| ours | 64 | 123.4 | 5.00 |" in str(report.model(tmp_path))
 
 
 def test_report_takes_an_older_record_s_row_where_the_newest_failed(tmp_path: Path) -> None:
