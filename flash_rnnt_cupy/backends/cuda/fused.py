@@ -14,7 +14,7 @@ from flash_rnnt_cupy.backends import Lattice
 from flash_rnnt_cupy.backends.cuda.facts import FUSED_SHARED_BYTES, STRIP_ROWS, item_panels, panels
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
 from flash_rnnt_cupy.backends.cuda.specs import FUSED_RECORD, PACK_RECORD, fused_spec, pack_spec
-from flash_rnnt_cupy.backends.cuda.stages import THREADS, CudaCall, Launch, add_bias_partials, fill, rows_record
+from flash_rnnt_cupy.backends.cuda.stages import THREADS, CudaCall, Launch, add_bias_partials, fill, states_fields
 from flash_rnnt_cupy.plan import Tile
 
 FUSED_THREADS = 512
@@ -54,13 +54,7 @@ def _launch(call: CudaCall, entry: str, lattice: Lattice, values: dict[str, Any]
     fill(
         record,
         {
-            "rows": rows_record(call),
-            "encoder": inputs.encoder.pointer,
-            "predictor": inputs.predictor.pointer,
-            "encoder_offset_b": call.table["encoder_offset_b"],
-            "predictor_offset_b": call.table["predictor_offset_b"],
-            "encoder_step": inputs.encoder.strides[-2],
-            "predictor_step": inputs.predictor.strides[-2],
+            **states_fields(call),
             "slabs": call.kept[SLABS].pointer,
             "panel_bias": call.kept[PANEL_BIAS].pointer,
             "labels": call.table["labels"],
@@ -68,9 +62,7 @@ def _launch(call: CudaCall, entry: str, lattice: Lattice, values: dict[str, Any]
             "column_cn": lattice.column_cn.pointer,
             "normalizer_n": lattice.normalizer_gn.pointer if lattice.normalizer_gn is not None else 0,
             "n_nodes": call.plan.rows.n_rows,
-            "seed": options.seed,
             "scale": options.keep_scale,
-            "threshold": options.drop_below,
             "blank": problem.blank,
             **values,
         },

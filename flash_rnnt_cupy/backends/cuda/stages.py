@@ -165,6 +165,22 @@ def rows_record(call: CudaCall) -> tuple[int, ...]:
     return tuple([call.table[name] for name in tables.ROWS.names or ()])
 
 
+def states_fields(call: CudaCall) -> dict[str, Any]:
+    """Which rows are in work, where their states are, and which of their columns dropout takes."""
+    inputs, options = call.inputs, call.problem.options
+    return {
+        "rows": rows_record(call),
+        "encoder": inputs.encoder.pointer,
+        "predictor": inputs.predictor.pointer,
+        "encoder_offset_b": call.table["encoder_offset_b"],
+        "predictor_offset_b": call.table["predictor_offset_b"],
+        "encoder_step": inputs.encoder.strides[-2],
+        "predictor_step": inputs.predictor.strides[-2],
+        "seed": options.seed,
+        "threshold": options.drop_below,
+    }
+
+
 def _pointer(array: DeviceArray | None) -> int:
     return array.pointer if array is not None else 0
 
@@ -199,13 +215,7 @@ def _joint_launch(
     fill(
         record,
         {
-            "rows": rows_record(call),
-            "encoder": inputs.encoder.pointer,
-            "predictor": inputs.predictor.pointer,
-            "encoder_offset_b": call.table["encoder_offset_b"],
-            "predictor_offset_b": call.table["predictor_offset_b"],
-            "encoder_step": inputs.encoder.strides[-2],
-            "predictor_step": inputs.predictor.strides[-2],
+            **states_fields(call),
             "hidden": hidden.pointer,
             "active": _pointer(active),
             "grad_encoder": _pointer(grad_encoder),
@@ -217,8 +227,6 @@ def _joint_launch(
             "grad_scale": call.grad_scale,
             "tile_rows": call.plan.tile_rows,
             "predictor_carry_size": int(call.rows.packing.states_b.max(initial=1)) * problem.joint_width,
-            "seed": problem.options.seed,
-            "threshold": problem.options.drop_below,
         },
     )
     call.launches[key] = Launch(call.driver, spec, entry, record)
