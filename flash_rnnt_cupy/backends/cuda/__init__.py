@@ -7,15 +7,16 @@ as they are with float32 accumulation; hidden states and logits of a tile are ke
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping
 
 from flash_rnnt_cupy.backends import Allocate, Backend
 from flash_rnnt_cupy.backends.cuda import fused as fused_stages
 from flash_rnnt_cupy.backends.cuda import stages
 from flash_rnnt_cupy.backends.cuda.driver import CUPY, Driver, allocate
 from flash_rnnt_cupy.backends.cuda.facts import device_facts
-from flash_rnnt_cupy.plan import DeviceFacts
-from flash_rnnt_cupy.problem import Problem
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray
+from flash_rnnt_cupy.plan import DeviceFacts, Plan
+from flash_rnnt_cupy.problem import Inputs, Problem
 
 
 def _supports(problem: Problem) -> tuple[str, ...]:
@@ -24,9 +25,16 @@ def _supports(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-def _begin(*arguments: Any) -> stages.CudaCall:
-    call = stages.begin(*arguments)
-    if call.plan.fused:
+def _begin(
+    driver: Driver,
+    multiprocessors: int,
+    plan: Plan,
+    inputs: Inputs,
+    allocate: Allocate,
+    kept: Mapping[str, DeviceArray],
+) -> stages.CudaCall:
+    call = stages.begin(driver, multiprocessors, plan, inputs, allocate, kept)
+    if plan.fused:
         fused_stages.pack_weight(call)
     return call
 
