@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -43,12 +44,14 @@ FRAME_SECONDS, LABELS_PER_SECOND = 0.08, 2.8
 
 
 def throughput(folder: Path) -> Figure | None:
-    """Samples a second against peak memory, a panel a batch."""
+    """Samples a second against peak memory, a panel a batch that others were measured on, too."""
     rows = [row for row in of_run(folder) if "failed" not in row and row["peak_gib"]]
+    compared = {row["workload"] for row in rows if not _is_ours(row["provider"])}
+    rows = [row for row in rows if row["workload"] in compared]
     if not rows:
         return None
     workloads, providers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("workload", "provider"))
-    columns = min(3, len(workloads))
+    columns = 2 if len(workloads) == 4 else min(3, len(workloads))
     figure = Figure(figsize=(1 + 3.2 * columns, 1 + 2.9 * -(-len(workloads) // columns)), layout="constrained")
     panels = np.ravel(figure.subplots(-(-len(workloads) // columns), columns, squeeze=False))
     libraries = list(dict.fromkeys(name.partition(",")[0] for name in providers if not _is_ours(name)))
@@ -70,10 +73,9 @@ def throughput(folder: Path) -> Figure | None:
                 )
         panel.set(title=workload, xlabel="peak memory (GiB)", xscale="log", yscale="log")
         panel.set_ylabel("throughput (utterances / s)")
+        panel.margins(x=0.15)
         for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.set_minor_formatter(NullFormatter())
+            _few_ticks(axis)
     for panel in panels[len(workloads) :]:
         panel.set_axis_off()
     seen = {}
@@ -82,6 +84,13 @@ def throughput(folder: Path) -> Figure | None:
         seen |= dict(zip(names, handles, strict=True))
     figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=3)
     return figure
+
+
+def _few_ticks(axis: Axis) -> None:
+    """1, 2 and 5 of each decade of a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _is_ours(name: str) -> bool:
@@ -150,6 +159,7 @@ def accuracy(folder: Path) -> Figure | None:
             label=name,
         )
     axes.set(xlabel="lattice diagonals, T + U", ylabel="largest error of a posterior sum", title="uniform scores")
+    _few_ticks(axes.xaxis)
     axes.legend()
     return figure
 

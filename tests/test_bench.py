@@ -95,7 +95,7 @@ def sample(folder: Path) -> None:
     times = {"sustained_ms": [1.0, 2.0, 3.0], "cool_ms": [1.0, 2.0, 3.0], "first_call_s": 1.0, "peak_gib": 0.34}
     done = row | times | {"errors": dict.fromkeys(gate.ALLOWED, 1e-4)}
     failed = {**row, "provider": "theirs", "failed": "out of memory"}
-    record.put("run", [done, failed])
+    record.put("run", [done, failed, done | {"provider": "others, retain"}])
     record.put("accuracy", [{"loss": "ours", "T": T, "U": 10, "error": 1e-6} for T in (50, 500)])
     logits = {"forward_ms": 1.2, "read_ms": 1.0, "backward_ms": 2.2, "read_write_ms": 2.0}
     record.put("logits", [{"sizes": [2, 3, 4, 5], "ragged": False, "nodes": 24, **logits}])
@@ -116,6 +116,7 @@ def test_report_writes_between_its_markers_only(tmp_path: Path) -> None:
     assert text.endswith("<!-- end -->\n<!-- cpu -->\nkept\n<!-- end -->\nafter\n")
     assert "| ours | 45,678 @ 0.34 |" in text
     assert "old" not in text
+    assert "others, retain" not in text
     assert "theirs: out of memory" in str(report.run_details(tmp_path))
     assert "| full | 24 | 1.200 | 1.000 | 2.200 | 2.000 | 1.20, 1.10 |" in str(report.logits(tmp_path))
     assert "| ours | 64 | 123.4 | 5.00 |" in str(report.model(tmp_path))
@@ -128,7 +129,7 @@ def test_report_takes_an_older_record_s_row_where_the_newest_failed(tmp_path: Pa
     newer["environment"]["date"] = "2999-01-01T00:00:00+00:00"
     newer["run"] = [{**newer["run"][1], "provider": "ours"}]
     (tmp_path / "run-2999-01-01-other.json").write_text(json.dumps(newer), encoding="utf-8")
-    assert [row.get("failed") for row in report.of_run(tmp_path)] == [None, "out of memory"]
+    assert [row.get("failed") for row in report.of_run(tmp_path)] == [None, "out of memory", None]
 
 
 def test_plot_draws_every_figure(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Streams, devices, other libraries' arrays, and failures on a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,19 @@ def test_a_failed_launch_names_kernel_sizes_and_device() -> None:
     kernel = CUPY.kernel(specs.convert_spec("float32", "float32", "float32", False), "convert", record, 0)
     with pytest.raises(frc.LaunchError, match=r"convert.*grid \(1,\), block \(5000,\).*cuda:0"):
         kernel((1,), (5000,))
+
+
+def test_a_thread_s_first_call_to_the_device_may_be_a_launch() -> None:
+    """As in autograd's thread, when all memory comes out of a pool."""
+    source, target = cupy.full(4, 7, np.float32), cupy.zeros(4, np.float32)
+    record = np.zeros(1, specs.CONVERT_RECORD)
+    record["from"], record["to"], record["n"] = source.data.ptr, target.data.ptr, 4
+    what = specs.convert_spec("float32", "float32", "float32", False), "convert", record, 0
+    CUPY.kernel(*what)  # loads it here
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: CUPY.kernel(*what)((1,), (32,))).result()
+    cupy.cuda.Device().synchronize()
+    assert target.get().tolist() == [7] * 4
 
 
 def test_repeated_calls_give_the_same_bits() -> None:

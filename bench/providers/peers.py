@@ -221,7 +221,7 @@ def _of_size(size: int | None) -> Iterator[Provider]:
 
 PEERS = (
     *(whole(f"original Flash RNN-T, {rows} rows", FLASH_RNNT, flash_rnnt(rows)) for rows in TILE_ROWS),
-    whole("original Flash RNN-T, untiled", FLASH_RNNT, flash_rnnt(sys.maxsize)),
+    whole("original Flash RNN-T, one tile", FLASH_RNNT, flash_rnnt(sys.maxsize)),
     *(provider for size in SIZES for provider in _of_size(size)),
     in_sub_batches(
         "optimized_transducer",

@@ -69,6 +69,7 @@ def _kernel(spec: ModuleSpec, entry: str, record: Record, shared_bytes: int) -> 
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     device, driver, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.driver, cupy.cuda.get_current_stream().ptr
+    cupy.cuda.runtime.setDevice(device)  # binds its context to this thread, where no other call may have done so
     function = _function(spec, entry, device, shared_bytes)
     parameters = ctypes.c_void_p(record.ctypes.data)  # void*[1]
     address = ctypes.addressof(parameters)
