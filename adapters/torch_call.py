@@ -118,7 +118,7 @@ class Call:
 
     The *stash* is what forward leaves for backward: a block of bytes with the parts of the memory account that are
     saved (the lattice's, and those that the backend made when it began) and, in untiled mode, the tile: hidden states
-    [N, H], logits [N, V] and, on a GPU, active bits [N, H / 8].
+    [N, H], logits [N, V] and active bits [N, H / 8].
     """
 
     plan: Plan

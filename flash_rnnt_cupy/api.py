@@ -77,7 +77,7 @@ def joint_rnnt_loss(
             zero either way.
         tile_rows: rows of a tile, "auto", or None: one tile, kept from forward to backward unless the kernels are
             fused, which keep none.
-        workspace_bytes: bound for a tile's hidden states, logits and (on a GPU) active bits.
+        workspace_bytes: bound for a tile's hidden states, logits and active bits.
         min_occupancy: backward leaves out nodes whose posterior is below it; 0 visits all.
         backend: "auto", a name that ``python -m flash_rnnt_cupy info`` lists, or "cuda-generic": "cuda" without its
             fused kernels.

@@ -38,7 +38,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Hidden states [R, H], logits [R, V] and active bits [R, H / 8] of one tile; a backend may do without bits."""
+    """Hidden states [R, H], logits [R, V] and active bits [R, H / 8] of one tile; without ReLU and dropout no bits."""
 
     hidden: Buffer
     logits: Buffer

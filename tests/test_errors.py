@@ -131,8 +131,8 @@ WRONG_JOINT = {
     "tile_rows 2.0": ({"tile_rows": 2.0}, r"tile_rows: expected an integer, got 2\.0"),
     "workspace 0": ({"workspace_bytes": 0}, r"workspace_bytes: expected at least 1, got 0"),
     "workspace too small": (
-        {"workspace_bytes": 47},
-        r"workspace_bytes: expected at least 48 bytes.*got 47 \(give more",
+        {"workspace_bytes": 48},
+        r"workspace_bytes: expected at least 49 bytes.*got 48 \(give more",
     ),
     "backend": ({"backend": "tpu"}, r"backend: expected one of auto, .*numpy.*got 'tpu'"),
     "upstream shape": (

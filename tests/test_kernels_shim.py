@@ -95,7 +95,7 @@ class Side:
         return memory
 
     def take_active(self) -> Array | None:
-        """Memory for the active bits, if the backend has them."""
+        """Memory for the active bits, if the problem has them."""
         return self.take("tile active") if "tile active" in self.plan.account else None
 
     def zeroed_sums(self, call: Any) -> dict[str, Array]:
@@ -122,7 +122,7 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def active_columns(active: Array, width: int) -> Array:
-    """[R, H] of active bits [R, ceil(H / 8)]; bits beyond H must be 0."""
+    """[R, H] of the kernels' active bits [R, ceil(H / 8)]; bits beyond H must be 0."""
     bits = np.unpackbits(active, bitorder="little").reshape(len(active), -1, 2, 4)  # even columns, then odd ones
     columns = bits.swapaxes(2, 3).reshape(len(active), -1)
     assert not columns[:, width:].any()
@@ -159,14 +159,14 @@ class Walk:
             hidden = [side.take("tile hidden") for side in self.sides]
             scores = self.draw(tile.n_rows, self.case.V, 3.0)
             scores[self.rng.random(scores.shape) < 0.05] = -np.inf
-            active = self.ours.take_active()
-            for side, buffer, bits in zip(self.sides, hidden, (active, None), strict=True):
+            active = [side.take_active() for side in self.sides]
+            for side, buffer, bits in zip(self.sides, hidden, active, strict=True):
                 side.backend.joint_forward(side.call, tile, buffer, bits)
                 side.backend.normalize_forward(side.call, tile, side.take("tile logits", scores), side.lattice)
             ours, truth = (buffer[: tile.n_rows] for buffer in hidden)
             self.compare("hidden", ours, truth / self.keep_scale, self.work)
-            if active is not None:
-                np.testing.assert_array_equal(active_columns(active[: tile.n_rows], self.case.H), truth != 0)
+            if active[0] is not None:
+                np.testing.assert_array_equal(active_columns(active[0][: tile.n_rows], self.case.H), truth != 0)
 
     def lattices(self) -> None:
         acc = accumulator_dtype(self.case.dtype)
@@ -205,13 +205,14 @@ class Walk:
         for tile in self.ours.plan.cut(rows):
             scores, grad_hidden = self.draw(tile.n_rows, self.case.V, 3.0), self.draw(tile.n_rows, self.case.H)
             logits = [side.take("tile logits", scores) for side in self.sides]
-            active = self.ours.take_active()
-            self.ours.backend.joint_forward(calls[0], tile, self.ours.take("tile hidden"), active)
+            active = [side.take_active() for side in self.sides]
+            for side, call, bits in zip(self.sides, calls, active, strict=True):
+                side.backend.joint_forward(call, tile, side.take("tile hidden"), bits)
             hidden = [side.take("tile hidden", grad_hidden) for side in self.sides]
-            if active is not None:  # what is not active counts for nothing
-                hidden[0][: tile.n_rows][~active_columns(active[: tile.n_rows], self.case.H)] = np.nan
+            if active[0] is not None:  # what is not active counts for nothing
+                hidden[0][: tile.n_rows][~active_columns(active[0][: tile.n_rows], self.case.H)] = np.nan
             hidden[1][: tile.n_rows] *= UNIT / self.keep_scale
-            given = zip(self.sides, calls, logits, hidden, (active, None), sums, strict=True)
+            given = zip(self.sides, calls, logits, hidden, active, sums, strict=True)
             for side, call, z, h, bits, total in given:
                 side.backend.normalize_backward(call, tile, z, side.lattice, z, total.get("bias"))
                 side.backend.joint_backward(call, tile, h, bits, total["encoder"], total["predictor"])

@@ -25,7 +25,7 @@ OWN_TEMPORARIES = ("recursion frontier", "stage temporaries")  # parts that NumP
 
 
 class Recorder:
-    """An allocator of buffers that start as NaN and must not be written beyond their end."""
+    """An allocator of buffers whose bits are all set, NaN or -1, and must not be written beyond their end."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[tuple[int, ...], str]] = []
@@ -34,12 +34,13 @@ class Recorder:
     def __call__(self, part: Part) -> Array:
         self.taken.append((part.shape, part.dtype))
         size = int(np.prod(part.shape, dtype=int))
-        flat = np.full(size + GUARD, np.nan, numpy_cpu.numpy_dtype(part.dtype))
+        flat = np.empty(size + GUARD, numpy_cpu.numpy_dtype(part.dtype))
+        flat.view(np.uint8)[...] = 0xFF
         self.buffers.append((flat, size))
         return flat[:size].reshape(part.shape)
 
     def guards_hold(self) -> bool:
-        return all(np.isnan(flat[size:].astype(np.float64)).all() for flat, size in self.buffers)
+        return all((flat[size:].view(np.uint8) == 0xFF).all() for flat, size in self.buffers)
 
 
 def facts(array: Array) -> Facts:

@@ -31,7 +31,6 @@ FACTS = DeviceFacts(
     alpha_shape=lambda problem, packing: (problem.topology.reach, packing.n_nodes),
     sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
     logits_multiple=1,
-    active_bits=False,
     scratch=scratch,
     against_fused=lambda _: ("there are none",),
     row_multiple=512,
@@ -115,6 +114,14 @@ def test_rectangles_cover_every_row_once_and_in_order(rows: Rows, max_rows: int,
     assert covered == plain_rows(rows)[begin:end]
 
 
+@given(rows=banded_rows(), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_nodes_of_a_run_of_rows(rows: Rows, ends: tuple[float, float]) -> None:
+    begin, end = sorted(round(x * rows.n_rows) for x in ends)
+    packing = rows.packing
+    expected = [packing.node_start_b[b] + t * packing.states_b[b] + u for b, t, u in plain_rows(rows)[begin:end]]
+    assert rows.nodes(begin, end).tolist() == expected
+
+
 def test_rectangles_are_as_large_as_they_may_be() -> None:
     rows = packing_of([(10, 2), (4, 0)]).all_rows()
     shapes = [rectangle.shape for rectangle in rows.rectangles(0, rows.n_rows, 100)]
@@ -163,7 +170,7 @@ def joint_problem(**changes: Any) -> Problem:
 
 
 N = 50 * 10 + 20 * 31
-ROW_BYTES = (60 + 100) * 2
+ROW_BYTES = (60 + 100) * 2 + 8
 
 
 @pytest.mark.parametrize(
@@ -227,6 +234,7 @@ def test_the_parts_of_an_account() -> None:
         "weight as multiplied": ((100, 60), "float16", "saved"),
         "tile hidden": ((64, 60), "float16", "tile"),
         "tile logits": ((64, 100), "float16", "tile"),
+        "tile active": ((64, 8), "uint8", "tile"),
         "normalizers": ((1, N), "float32", "saved"),
         "alpha": ((1, N), "float64", "saved"),
         "gradient of encoder": ((2, 50, 60), "float16", "backward"),
@@ -260,7 +268,7 @@ def test_parts_that_depend_on_device_dtype_and_wanted_gradients() -> None:
 
 @pytest.mark.parametrize("tile_rows", [64, None])
 def test_logits_may_be_padded_and_active_bits_kept(tile_rows: TileRows) -> None:
-    facts = replace(FACTS, logits_multiple=8, active_bits=True)
+    facts = replace(FACTS, logits_multiple=8)
     rows, life = (tile_rows, "tile") if tile_rows else (N, "saved")
     account = account_of(facts=facts, tile_rows=tile_rows)
     assert account["tile logits"] == ((rows, 104), "float16", life)

@@ -150,7 +150,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def lattice_bytes(untiled: bool) -> int:
     nodes = sum(t * (u + 1) for t, u in zip(FRAMES, LABELS, strict=True))
     parts = [2 * nodes, B, nodes, nodes]  # columns, log-likelihoods, normalizer, alpha
-    tile = 8 * nodes * (H + V) * untiled
+    tile = nodes * (8 * (H + V) + -(-H // 8)) * untiled  # hidden states, logits, active bits
     return sum(8 * size + -8 * size % torch_call.ALIGNMENT for size in parts) + tile
 
 

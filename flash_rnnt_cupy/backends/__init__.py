@@ -45,8 +45,8 @@ class Backend:
                                                    these as ``kept`` the same call can begin again at no cost
     joint_forward(call, tile, hidden, active)      hidden[r] = dropout(activation(e[t] + p[u])), where a backend
                                                    may leave the factor 1 / keep probability to the products;
-                                                   active: a bit a hidden unit for joint_backward, None where the
-                                                   account has no such part
+                                                   active: a bit a hidden unit for joint_backward, whether it was kept
+                                                   and, for ReLU, is above 0; None where neither matters
     product(call, hidden, logits, n_rows)          logits = hidden weight^T
     normalize_forward(call, tile, logits, lattice) columns and normalizers of the tile's nodes; adds the bias
     score(call, tile, lattice)                     the three before in one, where the plan is fused

@@ -144,7 +144,7 @@ def _tile_buffers(problem: Problem, facts: DeviceFacts) -> dict[str, tuple[int, 
         "hidden": (problem.joint_width, work),
         "logits": (-(-problem.vocabulary // facts.logits_multiple) * facts.logits_multiple, work),
     }
-    if facts.active_bits and (problem.options.activation == "relu" or problem.options.drop_below > 0):
+    if problem.options.activation == "relu" or problem.options.drop_below > 0:
         buffers["active"] = (-(-problem.joint_width // 8), "uint8")
     return buffers
 

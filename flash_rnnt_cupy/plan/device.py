@@ -21,7 +21,6 @@ class DeviceFacts:
     alpha_shape      of what is kept of the forward variable, in float64
     sums_apart       gradients that are summed in a buffer of their own, if their dtype is not the accumulator's
     logits_multiple  columns of a tile's logits are padded to a multiple of it
-    active_bits      `joint_forward` tells `joint_backward` which hidden units count, in a bit each
     scratch          parts of the backend's own, beside those that every backend has
     against_fused    reasons why it cannot score a problem's rows, and differentiate their scores, in one kernel each;
                      empty: it can, and then keeps no tile in forward
@@ -35,7 +34,6 @@ class DeviceFacts:
     alpha_shape: Callable[[Problem, Packing], tuple[int, ...]]
     sums_apart: frozenset[str]
     logits_multiple: int
-    active_bits: bool
     scratch: Callable[[Problem, Packing, frozenset[str]], tuple[Part, ...]]
     against_fused: Callable[[Problem], tuple[str, ...]]
     row_multiple: int

@@ -123,6 +123,17 @@ class Rows:
         """How many rows there are, N at most."""
         return int(self.row_start_f[-1])
 
+    def nodes(self, row_begin: int, row_end: int) -> Lengths:
+        """Numbers of the nodes that rows [row_begin, row_end) are."""
+        packing = self.packing
+        first = int(np.searchsorted(self.row_start_f, row_begin, side="right")) - 1
+        last = int(np.searchsorted(self.row_start_f, row_end, side="left"))
+        starts_f, b = self.row_start_f[first : last + 1], packing.utterance_f[first:last]
+        t = np.arange(first, last) - packing.frame_start_b[b]
+        from_row = packing.node_start_b[b] + t * packing.states_b[b] + self.lo_f[first:last] - starts_f[:-1]
+        edges = np.clip(starts_f, row_begin, row_end)
+        return np.arange(row_begin, row_end) + np.repeat(from_row, edges[1:] - edges[:-1])
+
     @cached_property
     def _block_start(self) -> npt.NDArray[np.int64]:
         """Frames at which (utterance, lo, count) changes, and the end: frames between form one rectangle."""

@@ -135,7 +135,6 @@ def device_facts(
         alpha_shape=functools.partial(_alpha_shape, shared_bytes),
         sums_apart=frozenset({"weight", "bias"}),
         logits_multiple=8,  # rows of 16 bytes each, for tensor cores and wide loads
-        active_bits=True,
         scratch=functools.partial(_scratch, shared_bytes, multiprocessors, against_fused),
         against_fused=against_fused,
         row_multiple=STRIP_ROWS * multiprocessors,

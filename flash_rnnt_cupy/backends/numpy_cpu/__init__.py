@@ -41,7 +41,6 @@ FACTS = DeviceFacts(
     alpha_shape=lambda _, packing: (packing.n_nodes,),
     sums_apart=frozenset({"encoder", "predictor", "weight", "bias"}),
     logits_multiple=1,
-    active_bits=False,
     scratch=_scratch,
     against_fused=lambda _: ("NumPy has none",),
     row_multiple=1,

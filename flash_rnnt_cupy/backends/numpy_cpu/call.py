@@ -44,19 +44,18 @@ class NumpyCall:
         max_rows = max(SCRATCH_BYTES // (width * itemsize), 1)
         return self.rows.rectangles(tile.row_begin, tile.row_end, max_rows)
 
+    def runs(self, tile: Tile, row_bytes: int) -> Iterator[tuple[int, int]]:
+        """The tile's rows as runs [begin, end) whose temporaries of so many bytes a row stay within SCRATCH_BYTES."""
+        step = max(SCRATCH_BYTES // row_bytes, 1)
+        for begin in range(tile.row_begin, tile.row_end, step):
+            yield begin, min(begin + step, tile.row_end)
+
     def node_view(self, values_n: Array, rectangle: Rectangle) -> Array:
         """``values_n`` [..., N] at the rectangle's nodes, a view [..., frames, states]."""
         b, start = rectangle.b, self.packing.node_start_b
         grid = values_n[..., start[b] : start[b + 1]]
         grid = grid.reshape(*grid.shape[:-1], self.packing.frames_b[b], self.packing.states_b[b])
         return grid[..., rectangle.t_lo : rectangle.t_hi, rectangle.u_lo : rectangle.u_hi]
-
-    def nodes(self, rectangle: Rectangle) -> npt.NDArray[np.int64]:
-        """Numbers of the rectangle's nodes, [frames * states]."""
-        b, _, _, u_lo, u_hi, _ = rectangle
-        frames = np.arange(rectangle.t_lo, rectangle.t_hi, dtype=np.int64) * self.packing.states_b[b]
-        nodes = self.packing.node_start_b[b] + frames[:, None] + np.arange(u_lo, u_hi)
-        return np.asarray(nodes.ravel(), np.int64)
 
     def encoder_view(self, array: Array, rectangle: Rectangle) -> Array:
         """The rectangle's frames of a [B, T, H] or [sum T_b, H] array, [frames, H]."""

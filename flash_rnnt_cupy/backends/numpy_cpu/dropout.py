@@ -28,21 +28,24 @@ Words = npt.NDArray[np.uint32]
 def keep_mask(seed: int, node_n: npt.NDArray[np.int64], width: int, drop_below: int) -> npt.NDArray[np.bool_]:
     """[len(node_n), width], True where a hidden unit is kept."""
     state = _philox(node_n.astype(np.uint64), seed)  # 4 x [n, 8]
-    blocks = []
-    for _ in range(-(-width // BLOCK)):
-        words = _scrambled(state)
-        draws = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)  # [n, 8, 4, 2]
-        blocks.append((draws >= drop_below).reshape(len(node_n), BLOCK))
+    words = np.empty((len(node_n), -(-width // BLOCK), BLOCK // 8, 4), "<u4")
+    for block in range(words.shape[1]):
+        words[:, block] = _scrambled(state)
         state = _xoshiro(state)
-    return np.concatenate(blocks, 1)[:, :width]
+    draws = words.view("<u2").reshape(len(node_n), -1)  # of a word the low half first
+    return draws[:, :width] >= drop_below
 
 
 def _scrambled(state: list[Words]) -> Words:
     """[n, 8, 4]: each word times a constant plus the next word, its low half exclusive-or its high half."""
-    words = np.stack(state, -1)
-    products = words * _SCRAMBLE
-    products[..., :3] += words[..., 1:]
-    return products ^ (products >> np.uint32(16))
+    words = np.empty((*state[0].shape, 4), np.uint32)
+    for q, word in enumerate(state):
+        product = word * _SCRAMBLE
+        if q < 3:
+            product += state[q + 1]
+        product ^= product >> np.uint32(16)
+        words[..., q] = product
+    return words
 
 
 def _philox(node_n: npt.NDArray[np.uint64], seed: int) -> list[Words]:

@@ -7,42 +7,58 @@ de[t]    = sum over u of dh[t, u] * mask / keep * f'(e[t] + p[u]);     dp[u] the
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from flash_rnnt_cupy.backends.numpy_cpu.activations import TABLE
 from flash_rnnt_cupy.backends.numpy_cpu.call import Array, NumpyCall
 from flash_rnnt_cupy.backends.numpy_cpu.dropout import BLOCK, keep_mask
 from flash_rnnt_cupy.plan import Rectangle, Tile
 
+Bits = npt.NDArray[np.uint8]
 
-def joint_forward(call: NumpyCall, tile: Tile, hidden: Array, active: None) -> None:
-    """hidden [R, H]: the rows of the tile; there are no active bits."""
-    del active
-    activation = TABLE[call.problem.options.activation]
-    for rectangle in call.rectangles(tile, max(hidden.shape[1], BLOCK), hidden.itemsize):
+
+def joint_forward(call: NumpyCall, tile: Tile, hidden: Array, active: Bits | None) -> None:
+    """hidden [R, H] and active bits [R, ceil(H / 8)]: the rows of the tile."""
+    options, width = call.problem.options, hidden.shape[1]
+    for rectangle in call.rectangles(tile, width, hidden.itemsize):
         out = call.rows_view(hidden, tile, rectangle)
         _pre_activation(call, rectangle, out)
-        activation.apply(out)
-        _drop(call, rectangle, out)
+        TABLE[options.activation].apply(out)
+    if active is None:
+        return
+    for begin, end in call.runs(tile, max(width, BLOCK)):
+        rows = hidden[begin - tile.row_begin : end - tile.row_begin]
+        if options.drop_below:
+            kept = keep_mask(options.seed, call.rows.nodes(begin, end), width, options.drop_below)
+            rows *= kept
+            rows *= rows.dtype.type(options.keep_scale)
+        counts = rows > 0 if options.activation == "relu" else kept
+        active[begin - tile.row_begin : end - tile.row_begin] = np.packbits(counts, axis=1)
 
 
 def joint_backward(
     call: NumpyCall,
     tile: Tile,
     grad_hidden: Array,
-    active: None,
+    active: Bits | None,
     grad_encoder: Array | None,
     grad_predictor: Array | None,
 ) -> None:
     """Adds the tile's part to grad_encoder and grad_predictor (shaped like the inputs); uses up grad_hidden."""
-    del active
-    activation = TABLE[call.problem.options.activation]
-    for rectangle in call.rectangles(tile, max(grad_hidden.shape[1], BLOCK), grad_hidden.itemsize):
+    options, width = call.problem.options, grad_hidden.shape[1]
+    if active is not None:
+        for begin, end in call.runs(tile, width):
+            run = slice(begin - tile.row_begin, end - tile.row_begin)
+            grad_hidden[run] *= np.unpackbits(active[run], axis=1, count=width).view(np.bool_)
+            if options.drop_below:
+                grad_hidden[run] *= grad_hidden.dtype.type(options.keep_scale)
+    for rectangle in call.rectangles(tile, width, grad_hidden.itemsize):
         grad = call.rows_view(grad_hidden, tile, rectangle)
-        slope = np.empty_like(grad)
-        _pre_activation(call, rectangle, slope)
-        activation.derive(slope)
-        grad *= slope
-        _drop(call, rectangle, grad)
+        if options.activation != "relu":
+            slope = np.empty_like(grad)
+            _pre_activation(call, rectangle, slope)
+            TABLE[options.activation].derive(slope)
+            grad *= slope
         if grad_encoder is not None:
             view = call.encoder_view(grad_encoder, rectangle)
             view += grad.sum(1)
@@ -56,13 +72,3 @@ def _pre_activation(call: NumpyCall, rectangle: Rectangle, out: Array) -> None:
     encoder = call.encoder_view(call.inputs.encoder, rectangle)
     predictor = call.predictor_view(call.inputs.predictor, rectangle)
     np.add(encoder[:, None], predictor[None], out=out, dtype=out.dtype)
-
-
-def _drop(call: NumpyCall, rectangle: Rectangle, rows: Array) -> None:
-    """Multiplies by the dropout mask over the keep probability."""
-    options = call.problem.options
-    if options.drop_below == 0:
-        return
-    mask = keep_mask(options.seed, call.nodes(rectangle), rows.shape[-1], options.drop_below)
-    rows *= mask.reshape(rows.shape)
-    rows *= rows.dtype.type(options.keep_scale)
