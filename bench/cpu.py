@@ -25,7 +25,7 @@ from bench.providers.dense import diagonal_loss, in_sub_batches
 from bench.providers.ours import OURS
 from bench.records import Record
 
-STEPS = 3
+STEPS = 9
 UTTERANCES = 16  # of the short batch: 3.7e4 nodes, seconds a step
 PROVIDERS = (
     *(provider for provider in OURS if provider.name.startswith("ours, auto tiles")),
