@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from bench.providers import Batch, Provider, peers
+from bench.providers import Batch, Provider, dense, peers
 from flash_rnnt_cupy import reference
 
 PLAIN = [provider for provider in peers.PEERS if provider.name.startswith("plain")]
@@ -47,6 +48,20 @@ def test_losses_and_gradients(provider: Provider, n: int, monkeypatch: pytest.Mo
     for leaf, expected in zip(given.leaves, truth, strict=True):
         assert leaf.grad is not None
         np.testing.assert_allclose(leaf.grad.numpy(), expected / len(FRAMES), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("blank", [0, 2, V - 1])
+def test_classes_may_be_put_in_order(blank: int) -> None:
+    given = batch()
+    labels = torch.tensor([k for k in range(V) if k != blank])
+    given = dataclasses.replace(given, targets=labels[given.targets], blank=blank)
+    losses_of = dense.from_logits(dense.diagonal_loss)
+    losses = dense.over_sub_batches(given, losses_of, 4)()
+    gradients = [leaf.grad for leaf in given.leaves]
+    again = dense.over_sub_batches(given, lambda part: losses_of(peers.blank_last(part)), 4)()
+    torch.testing.assert_close(again, losses)
+    for leaf, gradient in zip(given.leaves, gradients, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
 
 
 def test_dropout_changes_losses() -> None:

@@ -7,6 +7,7 @@ found along PYTHONPATH.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -137,10 +138,21 @@ def apex(part: Part) -> Tensor:
     return losses
 
 
+def blank_last(part: Part) -> Part:
+    """The same with the blank as the last class."""
+    if part.blank == len(part.weight) - 1:
+        return part
+    order = torch.tensor([*range(part.blank), *range(part.blank + 1, len(part.weight)), part.blank])
+    weight, bias = (parameter[order.to(parameter.device)] for parameter in (part.weight, part.bias))
+    targets = part.targets - (part.targets > part.blank).to(part.targets.dtype)
+    return dataclasses.replace(part, weight=weight, bias=bias, targets=targets, blank=len(part.weight) - 1)
+
+
 def flash_rnnt(tile_rows: int) -> Losses:
     """The original Flash RNN-T, handed a joint network whose projections are done."""
 
-    def losses_of(part: Part) -> Tensor:
+    def losses_of(given: Part) -> Tensor:
+        part = blank_last(given)
         module: Any = importlib.import_module("nemo.collections.asr.losses.flash_rnnt")
         classes = part.weight.shape[0]
         network = SimpleNamespace(
