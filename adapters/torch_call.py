@@ -147,10 +147,9 @@ class Call:
         """Gradients of the losses [B], in float64, from that of what `reduce` gives."""
         if self.weights_b is None:
             return grad.to(torch.float64)
-        if self._common_weight is None:
-            return (grad * self.weights(grad)).to(torch.float64)
-        one = torch.empty((), dtype=torch.float64, device=grad.device)
-        return torch.mul(grad, self._common_weight, out=one).expand(len(self.weights_b))
+        weight = self._common_weight
+        weighted = (grad * (self.weights(grad) if weight is None else weight)).to(torch.float64)
+        return weighted.expand(len(self.weights_b))
 
     @cached_property
     def _common_weight(self) -> float | None:

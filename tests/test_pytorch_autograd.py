@@ -117,6 +117,17 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.functional.hessian(lambda bias: joint_rnnt_loss(*problem[:3], bias, *problem[4:]), problem.bias)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "mean_per_label"])
+def test_the_upstream_gradient_may_itself_need_one(reduction: str) -> None:
+    problem = problems.joint().leaves()
+    plain = joint_rnnt_loss(*problem, reduction=reduction)
+    (expected,) = torch.autograd.grad(plain.square().sum(), problem.weight)
+    graphed = joint_rnnt_loss(*problem, reduction=reduction)
+    (found,) = torch.autograd.grad(graphed.square().sum(), problem.weight, create_graph=True)
+    assert torch.equal(found, expected)
+    assert found.requires_grad
+
+
 def test_torch_func_grad() -> None:
     problem = problems.joint().leaves()
 
