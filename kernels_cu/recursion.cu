@@ -81,7 +81,8 @@ __device__ __forceinline__ double arc_score(int k, const Acc (&column)[kColumns]
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     const bool first = (kArcColumns[k] & ((1u << c) - 1)) == 0;
-    if (kArcColumns[k] >> c & 1) score = first ? static_cast<double>(column[c]) : score + static_cast<double>(column[c]);
+    const double part = static_cast<double>(column[c]);
+    if (kArcColumns[k] >> c & 1) score = first ? part : score + part;
   }
   return kArcConstant[k] == 0 ? score : score + kArcConstant[k];
 }
@@ -164,8 +165,8 @@ __device__ __forceinline__ double alpha_of(const Utterance& at, int t, int u, co
   return alpha;
 }
 
-// Where alpha of node (d - u, u) is kept, `slot` == d modulo period < kReach: frames [i period, (i + 1) period) of a state
-// have one such node.
+// Where alpha of node (d - u, u) is kept, `slot` == d modulo period < kReach: frames [i period, (i + 1) period) of a
+// state have one such node.
 __device__ __forceinline__ double* checkpoint_of(const RecursionParams& p, const Utterance& at, int slot, int d,
                                                  int u) {
   const int per_state = (at.frames + p.period - 1) / p.period;

@@ -10,9 +10,12 @@ import pytest
 
 from flash_rnnt_cupy import BackendUnavailableError, InputError, InputTypeError, backends, plan_memory
 from flash_rnnt_cupy.backends import numpy_cpu
-from flash_rnnt_cupy.backends.cuda.facts import H200
+from flash_rnnt_cupy.backends.cuda import tables
+from flash_rnnt_cupy.backends.cuda.facts import H200, PERIOD, diagonals
+from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
 from flash_rnnt_cupy.dtypes import numpy_dtype
-from flash_rnnt_cupy.problem import Form, Options, Problem
+from flash_rnnt_cupy.plan import Packing
+from flash_rnnt_cupy.problem import Form, Inputs, Options, Problem
 from flash_rnnt_cupy.topology import RNNT
 
 ONE = np.ones(1, np.int64)
@@ -71,3 +74,46 @@ def test_bfloat16_without_ml_dtypes_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(InputTypeError, match="expected ml_dtypes to be installed for bfloat16"):
         numpy_dtype("bfloat16")
+
+
+FRAMES, LABELS = np.array([5, 3, 8]), np.array([2, 0, 7])
+
+
+def cuda_problem(form: Form, shapes: dict[str, tuple[int, ...]]) -> tuple[Problem, Inputs]:
+    arrays = {name: DeviceArray(0, shape, "float32", contiguous_strides(shape), None) for name, shape in shapes.items()}
+    inputs = Inputs(np.ones((3, 7), np.int64), **arrays)
+    return Problem(form, RNNT, FRAMES, LABELS, 9, 0, "float32", shapes, Options(), 4, "float32"), inputs
+
+
+@pytest.mark.parametrize(
+    ("form", "shapes"),
+    [
+        (Form.JOINT, {"encoder": (3, 8, 4), "predictor": (3, 8, 4), "weight": (9, 4)}),
+        (Form.JOINT, {"encoder": (16, 4), "predictor": (12, 4), "weight": (9, 4)}),
+        (Form.LOGITS, {"logits": (3, 8, 8, 9)}),
+        (Form.LOGITS, {"logits": (82, 9)}),
+    ],
+    ids=["padded states", "packed states", "padded logits", "packed logits"],
+)
+def test_index_tables_have_the_sizes_by_which_they_are_found(form: Form, shapes: dict[str, tuple[int, ...]]) -> None:
+    problem, inputs = cuda_problem(form, shapes)
+    packing = Packing(FRAMES, LABELS)
+    words = tables.index_words(problem, packing)
+    arrays = tables.index_tables(packing.all_rows(), inputs)
+    assert {name: tables.whole_words(array.nbytes) // 8 for name, array in arrays.items()} == words
+    assert list(tables.rows_words(packing)) == list(tables.rows_tables(packing.all_rows()))
+    found = tables.addresses(words, 800)
+    ends = [found[name] + 8 * size for name, size in words.items()]
+    assert [*found.values(), ends[-1]] == [800, *ends]
+
+
+@pytest.mark.parametrize("diagonals_that_fit", [0, 2, 3, 4, 5, 9, 10, 17, 18, 1000])
+def test_the_period_of_alpha_is_the_largest_power_of_two_that_fits(diagonals_that_fit: int) -> None:
+    problem, _ = cuda_problem(Form.LOGITS, {"logits": (82, 9)})
+    longest = int(LABELS.max()) + 1
+    found = diagonals(8 * longest * diagonals_that_fit, problem, Packing(FRAMES, LABELS))
+    assert (found.max_states, found.ring) == (longest, 2)
+    assert found.shared == (diagonals_that_fit >= 3)
+    periods = [period for period in (1, 2, 4, 8, 16) if found.ring + period <= diagonals_that_fit or not found.shared]
+    assert found.period == max(periods)
+    assert max(periods) <= PERIOD

@@ -68,14 +68,14 @@ class Diagonals(NamedTuple):
 def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonals:
     """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD."""
     max_states, reach = int(packing.states_b.max(initial=1)), problem.topology.reach
-    least, ring = power_of_two(reach), reach + 1
+    least, ring = _power_of_two(reach), reach + 1
     fitting = shared_bytes // (8 * max_states) - ring
     shared = fitting >= least
     wanted = max(PERIOD, least)
-    return Diagonals(max_states, ring, min(power_of_two(fitting + 1) // 2, wanted) if shared else wanted, shared)
+    return Diagonals(max_states, ring, min(_power_of_two(fitting + 1) // 2, wanted) if shared else wanted, shared)
 
 
-def power_of_two(n: int) -> int:
+def _power_of_two(n: int) -> int:
     """The least power of two that is n or more."""
     return 1 << max(n - 1, 0).bit_length()
 

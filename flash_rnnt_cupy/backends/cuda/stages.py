@@ -116,11 +116,12 @@ def begin(
     kept: Mapping[str, DeviceArray],
 ) -> CudaCall:
     """Uploads the index tables and brings weight and bias to the dtypes in which they are used."""
-    made = dict(kept)
+    made, words = dict(kept), tables.index_words(plan.problem, plan.rows.packing)
     if "index tables" not in made:
         made["index tables"] = allocate(plan.account["index tables"])
-        driver.upload(list(tables.index_tables(plan.rows, inputs).values()), made["index tables"])
-    table = tables.addresses(tables.index_words(plan.problem, plan.rows.packing), made["index tables"].pointer)
+        arrays = tables.index_tables(plan.rows, inputs)
+        driver.upload([arrays[name] for name in words], made["index tables"])
+    table = tables.addresses(words, made["index tables"].pointer)
     call = CudaCall(driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias)
     return dataclasses.replace(
         call,

@@ -13,18 +13,14 @@ Array = npt.NDArray[Any]
 
 
 class Activation(NamedTuple):
-    """``apply(x)``: x becomes f(x). ``derive(x)``: x becomes f'(x)."""
+    """``apply(x)``: x becomes f(x). ``derive(x)``: x becomes f'(x); None where that is 1 for every active unit."""
 
     apply: Callable[[Array], None]
-    derive: Callable[[Array], None]
+    derive: Callable[[Array], None] | None
 
 
 def _relu(x: Array) -> None:
     np.maximum(x, 0, out=x)
-
-
-def _relu_derivative(x: Array) -> None:
-    np.greater(x, 0, out=x, casting="unsafe")
 
 
 def _tanh(x: Array) -> None:
@@ -80,15 +76,11 @@ def _identity(x: Array) -> None:
     del x
 
 
-def _identity_derivative(x: Array) -> None:
-    x[...] = 1
-
-
 TABLE = {
-    "relu": Activation(_relu, _relu_derivative),
+    "relu": Activation(_relu, None),
     "tanh": Activation(_tanh, _tanh_derivative),
     "sigmoid": Activation(_sigmoid, _sigmoid_derivative),
     "gelu": Activation(_gelu, _gelu_derivative),
     "silu": Activation(_silu, _silu_derivative),
-    "identity": Activation(_identity, _identity_derivative),
+    "identity": Activation(_identity, None),
 }

@@ -46,6 +46,7 @@ def joint_backward(
 ) -> None:
     """Adds the tile's part to grad_encoder and grad_predictor (shaped like the inputs); uses up grad_hidden."""
     options, width = call.problem.options, grad_hidden.shape[1]
+    derive = TABLE[options.activation].derive
     if active is not None:
         for begin, end in call.runs(tile, width):
             run = slice(begin - tile.row_begin, end - tile.row_begin)
@@ -54,10 +55,10 @@ def joint_backward(
                 grad_hidden[run] *= grad_hidden.dtype.type(options.keep_scale)
     for rectangle in call.rectangles(tile, width, grad_hidden.itemsize):
         grad = call.rows_view(grad_hidden, tile, rectangle)
-        if options.activation != "relu":
+        if derive is not None:
             slope = np.empty_like(grad)
             _pre_activation(call, rectangle, slope)
-            TABLE[options.activation].derive(slope)
+            derive(slope)
             grad *= slope
         if grad_encoder is not None:
             view = call.encoder_view(grad_encoder, rectangle)
