@@ -196,7 +196,7 @@ def without(*modules: str) -> Callable[[], str]:
     return missing
 
 
-def in_sub_batches(
+def sub_batched(
     name: str, missing: Callable[[], str], losses_of: Losses, size: int | None = None, release: bool = True
 ) -> Provider:
     """A provider over sub-batches."""
@@ -220,22 +220,22 @@ APEX = without("apex.contrib.transducer", "transducer_joint_cuda", "transducer_l
 
 def _of_size(size: int | None) -> Iterator[Provider]:
     for release in (True, False):
-        yield in_sub_batches("torchaudio", torchaudio.missing, indexed(from_logits(torchaudio.loss)), size, release)
-        yield in_sub_batches("plain PyTorch", str, from_logits(diagonal_loss), size, release)
-        yield in_sub_batches("Apex", APEX, indexed(apex), size, release)
-    yield in_sub_batches("compiled PyTorch", without(), compiled, size)
-    yield in_sub_batches("NeMo Numba", NEMO, indexed(from_logits(nemo)), size)
-    yield in_sub_batches("NeMo Numba float32", NEMO, indexed(from_logits(nemo_float32)), size)
-    yield in_sub_batches("warp_rnnt", without("warp_rnnt"), indexed(from_logits(warp_rnnt)), size)
+        yield sub_batched("torchaudio", torchaudio.missing, indexed(from_logits(torchaudio.loss)), size, release)
+        yield sub_batched("plain PyTorch", str, from_logits(diagonal_loss), size, release)
+        yield sub_batched("Apex", APEX, indexed(apex), size, release)
+    yield sub_batched("compiled PyTorch", without(), compiled, size)
+    yield sub_batched("NeMo Numba", NEMO, indexed(from_logits(nemo)), size)
+    yield sub_batched("NeMo Numba float32", NEMO, indexed(from_logits(nemo_float32)), size)
+    yield sub_batched("warp_rnnt", without("warp_rnnt"), indexed(from_logits(warp_rnnt)), size)
     for name in ("k2", "fast_rnnt"):
-        yield in_sub_batches(name, without(name), indexed(from_logits(k2(name))), size)
+        yield sub_batched(name, without(name), indexed(from_logits(k2(name))), size)
 
 
 PEERS = (
     *(whole(f"original Flash RNN-T, {rows} rows", FLASH_RNNT, flash_rnnt(rows)) for rows in TILE_ROWS),
     whole("original Flash RNN-T, one tile", FLASH_RNNT, flash_rnnt(sys.maxsize)),
     *(provider for size in SIZES for provider in _of_size(size)),
-    in_sub_batches(
+    sub_batched(
         "optimized_transducer",
         without("optimized_transducer"),
         indexed(from_logits(optimized_transducer)),
