@@ -95,7 +95,7 @@ def backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str], overwr
         return _joint_backward(saved, grad_losses_b, wanted)
     logits = saved.inputs.logits
     grad_logits = logits if overwrite_logits else saved.take("gradient of logits")
-    call = backend.start_backward(saved.call, plan.rows, grad_losses_b)
+    call = backend.start_backward(saved.call, grad_losses_b)
     backend.normalize_backward(call, plan.whole, logits, saved.lattice, grad_logits, None)
     return Gradients(logits=grad_logits, rows=plan.rows.n_rows, nodes=plan.rows.n_rows)
 
@@ -139,11 +139,11 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
     weight_product = saved.take("weight product")
     workspace = kept or _take_workspace(saved)
     hidden, logits = workspace.hidden, workspace.logits
+    call = backend.start_backward(saved.call, grad_losses_b)
     # this may wait for the device, so all that it has no part in is done by now
-    rows, dropped = (plan.rows, 0.0) if plan.untiled else backend.select_rows(saved.call, lattice)
-    call = backend.start_backward(saved.call, rows, grad_losses_b)
+    call, dropped = (call, 0.0) if plan.untiled else backend.select_rows(call, lattice)
 
-    for tile in plan.cut(rows):
+    for tile in plan.cut(call.rows):
         if plan.fused:
             assert backend.grad_scores
             backend.grad_scores(call, tile, lattice, hidden, workspace.active, logits, sums.get("bias"))
@@ -162,4 +162,4 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
         gradients[name] = saved.take(f"gradient of {name}")
     for name in wanted:
         backend.finish(call, name, sums[name], gradients[name])
-    return Gradients(**gradients, rows=rows.n_rows, nodes=plan.rows.n_rows, dropped_posterior=dropped)
+    return Gradients(**gradients, rows=call.rows.n_rows, nodes=plan.rows.n_rows, dropped_posterior=dropped)

@@ -129,3 +129,13 @@ __device__ __forceinline__ A warp_max(A x) {
   }
   return x;
 }
+// The sum over this lane and those before it.
+template <class A>
+__device__ __forceinline__ A warp_scan(A x) {
+#pragma unroll
+  for (int step = 1; step < kWarp; step <<= 1) {
+    const A before = __shfl_up_sync(kFullWarp, x, step);
+    if (static_cast<int>(threadIdx.x) % kWarp >= step) x += before;
+  }
+  return x;
+}

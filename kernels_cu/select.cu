@@ -1,14 +1,17 @@
 // What       which nodes backward visits: of every frame the shortest run of states [lo, hi) that holds all whose
 //            posterior is above min_occupancy, and the posterior mass outside of it
-// Grid       a frame a warp
+//              select_rows  lo_f, the run's length, dropped_f
+//              start_rows   where each frame's rows begin, from the lengths in place; the sum of dropped_f
+// Grid       select_rows: a frame a warp; start_rows: one block
 // Reads      column_cn [C, N] ACCUMULATOR, holding posteriors
-// Writes     lo_f, hi_f [F], dropped_f [F] float64
+// Writes     lo_f [F], row_start_f [F + 1], dropped_f [F], dropped [1]
 // Numbers    a NaN posterior counts as large, so that a broken utterance shows in the gradients
 // Constants  OCCUPANCY_COLUMNS: bit set of the columns that add up to a node's posterior
 #include "common.cuh"
 
 typedef ACCUMULATOR Acc;
 constexpr int kColumnLimit = 32;
+constexpr int kRun = 4;  // frames that a thread of start_rows adds up by itself
 
 struct SelectParams {
   const i64* node_start_b;   // [B + 1]
@@ -17,8 +20,9 @@ struct SelectParams {
   const int* utterance_f;    // [F]
   const Acc* column_cn;
   int* lo_f;
-  int* hi_f;
+  i64* row_start_f;
   double* dropped_f;
+  double* dropped;
   i64 n_nodes, n_frames;
   double min_occupancy;
 };
@@ -36,24 +40,65 @@ extern "C" __global__ void __launch_bounds__(256) select_rows(const __grid_const
   if (frame >= p.n_frames) return;
   const int lane = threadIdx.x % kWarp, b = p.utterance_f[frame];
   const int states = static_cast<int>(p.state_start_b[b + 1] - p.state_start_b[b]);
-  const i64 first = p.node_start_b[b] + (frame - p.frame_start_b[b]) * states;
-  int lo = states, hi = 0;
-  double all = 0, kept = 0;
-  for (int u = lane; u < states; u += kWarp) {
-    const double posterior = occupancy(p, first + u);
-    all += posterior;
-    if (!(posterior <= p.min_occupancy)) {
-      lo = lo < u ? lo : u;
-      hi = u + 1;
+  const i64 first_node = p.node_start_b[b] + (frame - p.frame_start_b[b]) * states;
+  int lo = 0, hi = 0;
+  double outside = 0, behind = 0;  // this lane's posteriors before the run, and behind its last state so far
+  for (int base = 0; base < states; base += kWarp) {
+    const int u = base + lane;
+    const double posterior = u < states ? occupancy(p, first_node + u) : 0;
+    const u32 matters = __ballot_sync(kFullWarp, u < states && !(posterior <= p.min_occupancy));
+    if (matters == 0) {
+      behind += posterior;
+      continue;
     }
+    const int first = __ffs(matters) - 1, last = kWarp - 1 - __clz(matters);
+    if (hi == 0) {
+      lo = base + first;
+      outside = behind + (lane < first ? posterior : 0);
+    }
+    hi = base + last + 1;
+    behind = lane > last ? posterior : 0;
   }
-  lo = -warp_max(-lo);
-  hi = warp_max(hi);
-  for (int u = lo + lane; u < hi; u += kWarp) kept += occupancy(p, first + u);
-  all = warp_sum(all);
-  kept = warp_sum(kept);
+  outside = warp_sum(outside + behind);
   if (lane != 0) return;
-  p.lo_f[frame] = hi > 0 ? lo : 0;
-  p.hi_f[frame] = hi;
-  p.dropped_f[frame] = hi > 0 ? all - kept : all;
+  p.lo_f[frame] = lo;
+  p.row_start_f[frame + 1] = hi - lo;
+  p.dropped_f[frame] = outside;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) start_rows(const __grid_constant__ SelectParams p) {
+  __shared__ i64 rows_w[kWarp];
+  __shared__ double dropped_w[kWarp];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  i64 rows = 0;  // of the frames before those in work
+  double dropped = 0;
+  for (i64 base = 0; base < p.n_frames; base += kRun * blockDim.x) {
+    const i64 frame = base + kRun * threadIdx.x;
+    i64 ends[kRun], own = 0;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (frame + i < p.n_frames) {
+        own += p.row_start_f[frame + i + 1];
+        dropped += p.dropped_f[frame + i];
+      }
+      ends[i] = own;
+    }
+    const i64 through = warp_scan(own);
+    if (lane == kWarp - 1) rows_w[warp] = through;
+    __syncthreads();
+    const i64 of_warp = rows_w[lane], through_warps = warp_scan(of_warp);
+    const i64 before = rows + __shfl_sync(kFullWarp, through_warps - of_warp, warp) + through - own;
+    rows += __shfl_sync(kFullWarp, through_warps, kWarp - 1);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      if (frame + i < p.n_frames) p.row_start_f[frame + i + 1] = before + ends[i];
+    __syncthreads();
+  }
+  dropped = warp_sum(dropped);
+  if (lane == 0) dropped_w[warp] = dropped;
+  __syncthreads();
+  dropped = warp_sum(dropped_w[lane]);
+  if (threadIdx.x != 0) return;
+  p.row_start_f[0] = 0;
+  *p.dropped = dropped;
 }

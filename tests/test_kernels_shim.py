@@ -20,7 +20,7 @@ import pytest
 from flash_rnnt_cupy import api, backends, validate
 from flash_rnnt_cupy.backends import Backend, Lattice
 from flash_rnnt_cupy.backends.cuda import facts
-from flash_rnnt_cupy.plan import Plan, Rows, accumulator_dtype, make_plan
+from flash_rnnt_cupy.plan import Plan, accumulator_dtype, make_plan
 from flash_rnnt_cupy.problem import Form, Inputs, Options, Problem
 from flash_rnnt_cupy.topology import Topology
 from tests import shim
@@ -69,6 +69,7 @@ CASES = [
     Case("float32", 8, 2056, 3, (1, 3), (2, 0)),
     Case("bfloat16", 16, 2051, 3, (1, 3), (2, 0), {"activation": "identity", "dropout": 0.5, "seed": 5}),
     Case("float16", 8, 16400, 2, (1, 2), (1, 0)),
+    Case("float32", 8, 5, 3000, (4100, 3), (1, 2)),  # more frames than start_rows adds up in one round
 ]
 UNIT = 512.0  # the power of two below the largest upstream gradient, by which `finish` multiplies
 SANITIZED = [CASES[0], CASES[2], CASES[3], CASES[4], CASES[7]]
@@ -188,21 +189,24 @@ class Walk:
         truth.column_cn[...] = rounded(truth.column_cn, acc)
         ours.column_cn[...] = truth.column_cn
 
-    def rows(self) -> Rows:
-        """The rows in work, on both sides the same."""
-        selections = [side.backend.select_rows(side.call, side.lattice) for side in self.sides]
-        (ours, dropped), (truth, expected) = selections
+    def start_backward(self) -> list[Any]:
+        """Both sides' calls, over the same rows."""
+        upstream = np.resize([700.0, -3.0, 0.0, 40.0], len(self.case.frames))
+        calls = [side.backend.start_backward(side.call, upstream) for side in self.sides]
+        selections = [
+            side.backend.select_rows(call, side.lattice) for side, call in zip(self.sides, calls, strict=True)
+        ]
+        (our_call, dropped), (true_call, expected) = selections
+        ours, truth = our_call.rows, true_call.rows
         np.testing.assert_array_equal(ours.row_start_f, truth.row_start_f)
         counts = np.diff(ours.row_start_f)
         np.testing.assert_array_equal(ours.lo_f[counts > 0], truth.lo_f[counts > 0])
         assert_close(dropped, expected, rtol=0, atol=1e-14 * ours.packing.n_frames, names="dropped")  # of 1 a frame
-        return ours
+        return [our_call, true_call]
 
-    def backward(self, rows: Rows) -> None:
-        upstream = np.resize([700.0, -3.0, 0.0, 40.0], len(self.case.frames))
-        calls = [side.backend.start_backward(side.call, rows, upstream) for side in self.sides]
+    def backward(self, calls: list[Any]) -> None:
         sums = [side.zeroed_sums(call) for side, call in zip(self.sides, calls, strict=True)]
-        for tile in self.ours.plan.cut(rows):
+        for tile in self.ours.plan.cut(calls[0].rows):
             scores, grad_hidden = self.draw(tile.n_rows, self.case.V, 3.0), self.draw(tile.n_rows, self.case.H)
             logits = [side.take("tile logits", scores) for side in self.sides]
             active = [side.take_active() for side in self.sides]
@@ -230,7 +234,7 @@ def walk(case: Case, reverse: bool) -> list[Array]:
     steps = Walk(case, reverse)
     steps.forward()
     steps.lattices()
-    steps.backward(steps.rows())
+    steps.backward(steps.start_backward())
     return steps.results
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flash_rnnt_cupy.errors import BackendUnavailableError, InputError
-from flash_rnnt_cupy.plan import Part, Plan, Rows, Tile
+from flash_rnnt_cupy.plan import Part, Plan, Tile
 from flash_rnnt_cupy.plan.device import DeviceFacts
 from flash_rnnt_cupy.problem import Inputs, Problem
 
@@ -53,8 +53,9 @@ class Backend:
     sum_alignments(call, lattice, log_likelihood)  alpha; log_likelihood [B] float64
     losses(call, log_likelihood) -> losses         [B], in the problem's loss dtype
     posteriors(call, lattice, log_likelihood)      columns -> posteriors, FastEmit weight included
-    select_rows(call, lattice) -> rows, dropped    rows above min_occupancy, posterior mass of the others
-    start_backward(call, rows, grad_losses) -> call   the same call over these rows, with upstream gradients [B]
+    start_backward(call, grad_losses) -> call      the same call with upstream gradients [B]
+    select_rows(call, lattice) -> call, dropped    the same call over the rows above min_occupancy (call.rows),
+                                                   and the posterior mass of the others
     normalize_backward(call, tile, logits, lattice, grad_logits, grad_bias)
                                                    grad_logits may be logits; grad_bias None or added to
     grad_scores(call, tile, lattice, hidden, active, grad_logits, grad_bias)
@@ -78,8 +79,8 @@ class Backend:
     sum_alignments: Callable[[Call, Lattice, Buffer], None]
     losses: Callable[[Call, Buffer], Buffer]
     posteriors: Callable[[Call, Lattice, Buffer], None]
-    select_rows: Callable[[Call, Lattice], tuple[Rows, float]]
-    start_backward: Callable[[Call, Rows, Buffer], Call]
+    start_backward: Callable[[Call, Buffer], Call]
+    select_rows: Callable[[Call, Lattice], tuple[Call, float]]
     normalize_backward: Callable[[Call, Tile, Buffer, Lattice, Buffer, Buffer | None], None]
     product_weight: Callable[[Call, Buffer, Buffer, int, Buffer, Buffer | None], None]
     product_hidden: Callable[[Call, Buffer, Buffer, int], None]

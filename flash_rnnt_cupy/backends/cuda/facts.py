@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flash_rnnt_cupy.backends.cuda.tables import index_words, rows_words
+from flash_rnnt_cupy.backends.cuda.tables import band_words, index_words
 from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, accumulator_dtype
 from flash_rnnt_cupy.problem import Form, Problem
 from flash_rnnt_cupy.topology import RNNT
@@ -102,8 +102,8 @@ def _scratch(
     if gradients:
         parts.append(Part("upstream", (problem.batch + 1,), dtype, Life.BACKWARD))
     if gradients and problem.form is Form.JOINT and problem.options.min_occupancy > 0:
-        parts.append(Part("band tables", (sum(rows_words(packing).values()),), "int64", Life.BACKWARD))
-        parts.append(Part("band selection", (2, packing.n_frames), "int64", Life.BACKWARD))
+        parts.append(Part("band tables", (sum(band_words(packing).values()),), "int64", Life.BACKWARD))
+        parts.append(Part("dropped posteriors", (packing.n_frames,), "float64", Life.BACKWARD))
     width = problem.joint_width
     for name, carry in (("encoder", (2, width)), ("predictor", (2, longest, width))):
         if name in gradients and problem.form is Form.JOINT:

@@ -42,7 +42,7 @@ JOINT_ROWS = 32  # rows of a block of joint_forward: 8 warps of kRowsPerWarp
 SLICE_COLUMNS = 128  # of a warp of joint_backward and a block of predictor_gradient
 SUM_COLUMNS = 256  # columns of a block of bias sums: 32 lanes x 8
 WARPS = THREADS // 32
-MAX_STATE_THREADS = 1024
+MAX_THREADS = 1024
 MAX_GRID_Y = 65_535
 FORWARD_BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -433,7 +433,7 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
             "batch": problem.batch,
         },
     )
-    threads = min(-(-max_states // 32) * 32, MAX_STATE_THREADS)
+    threads = min(-(-max_states // 32) * 32, MAX_THREADS)
     slots = ring + period if entry == "posteriors" else ring
     spec = recursion_spec(problem.topology, call.acc)
     call.run(spec, entry, (problem.batch,), (threads,), record, 8 * slots * max_states if shared else 0)
@@ -472,40 +472,8 @@ def losses(call: CudaCall, log_likelihood_b: DeviceArray) -> DeviceArray:
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def select_rows(call: CudaCall, lattice: Lattice) -> tuple[Rows, float]:
-    """Rows in work, and the posterior mass of the nodes left out; waits for the device once."""
-    problem, packing = call.problem, call.plan.rows.packing
-    n_frames = packing.n_frames
-    if problem.options.min_occupancy == 0 or n_frames == 0:
-        return call.plan.rows, 0.0
-    selection = call.take("band selection")  # [2, F] words: dropped_f, then lo_f and hi_f
-    dropped = selection.pointer
-    record = np.zeros(1, SELECT_RECORD)
-    fill(
-        record,
-        {
-            "node_start_b": call.table["node_start_b"],
-            "frame_start_b": call.table["frame_start_b"],
-            "state_start_b": call.table["state_start_b"],
-            "utterance_f": call.table["utterance_f"],
-            "column_cn": lattice.column_cn.pointer,
-            "dropped_f": dropped,
-            "lo_f": dropped + 8 * n_frames,
-            "hi_f": dropped + 12 * n_frames,
-            "n_nodes": call.plan.rows.n_rows,
-            "n_frames": n_frames,
-            "min_occupancy": problem.options.min_occupancy,
-        },
-    )
-    spec = select_spec(problem.topology, call.acc)
-    call.run(spec, "select_rows", (-(-n_frames // WARPS),), (THREADS,), record)
-    words = call.driver.download(selection)
-    lo_f, hi_f = words[1].view(np.int32).reshape(2, n_frames)
-    return packing.band_rows(lo_f, hi_f), float(words[0].view(np.float64).sum())
-
-
-def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> CudaCall:
-    """The same call over ``rows``, with the upstream gradients split into unit gradients and their scale."""
+def start_backward(call: CudaCall, grad_losses_b: DeviceArray) -> CudaCall:
+    """The same call with the upstream gradients split into unit gradients and their scale."""
     batch = call.problem.batch
     upstream = call.take("upstream")
     scale = upstream.pointer + ITEMSIZE[call.acc] * batch
@@ -523,26 +491,49 @@ def start_backward(call: CudaCall, rows: Rows, grad_losses_b: DeviceArray) -> Cu
     )
     spec = convert_spec(call.acc, call.acc, call.acc, True)
     call.run(spec, "split_upstream", (1,), (THREADS,), record)
-    table, kept = call.table, call.kept
-    if rows is not call.plan.rows:
-        memory = call.take("band tables")
-        call.driver.upload(list(tables.rows_tables(rows).values()), memory)
-        table = {**table, **tables.addresses(tables.rows_words(rows.packing), memory.pointer)}
-        kept = {**kept, "band tables": memory}
     bias_partials = _scratch(call, "bias partial sums")
     if bias_partials is not None:
         call.driver.zero(bias_partials)
     return dataclasses.replace(
         call,
-        rows=rows,
-        table=table,
-        kept=kept,
         upstream=upstream,
         bias_partials=bias_partials,
         encoder_carry=_scratch(call, "encoder carry"),
         predictor_carry=_scratch(call, "predictor carry"),
         launches={},
     )
+
+
+def select_rows(call: CudaCall, lattice: Lattice) -> tuple[CudaCall, float]:
+    """The same call over the rows that matter, and the posterior mass of the others; waits for the device once."""
+    problem, packing = call.problem, call.plan.rows.packing
+    n_frames = packing.n_frames
+    if problem.options.min_occupancy == 0 or n_frames == 0:
+        return call, 0.0
+    memory, dropped_f = call.take("band tables"), call.take("dropped posteriors")
+    band = tables.addresses(tables.band_words(packing), memory.pointer)
+    record = np.zeros(1, SELECT_RECORD)
+    fill(
+        record,
+        {
+            "node_start_b": call.table["node_start_b"],
+            "frame_start_b": call.table["frame_start_b"],
+            "state_start_b": call.table["state_start_b"],
+            "utterance_f": call.table["utterance_f"],
+            "column_cn": lattice.column_cn.pointer,
+            **band,
+            "dropped_f": dropped_f.pointer,
+            "n_nodes": call.plan.rows.n_rows,
+            "n_frames": n_frames,
+            "min_occupancy": problem.options.min_occupancy,
+        },
+    )
+    spec = select_spec(problem.topology, call.acc)
+    call.run(spec, "select_rows", (-(-n_frames // WARPS),), (THREADS,), record)
+    call.run(spec, "start_rows", (1,), (MAX_THREADS,), record)
+    rows, dropped = tables.band_rows(packing, call.driver.download(memory))
+    kept = {**call.kept, "band tables": memory}
+    return dataclasses.replace(call, rows=rows, table={**call.table, **band}, kept=kept), dropped
 
 
 def _scratch(call: CudaCall, part: str) -> DeviceArray | None:

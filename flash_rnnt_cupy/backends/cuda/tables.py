@@ -23,9 +23,21 @@ ROWS = np.dtype(
 TILE = np.dtype([(name, np.int64) for name in ("row_begin", "row_end", "frame_begin", "frame_end")])
 
 
-def rows_words(packing: Packing) -> dict[str, int]:
-    """Of the tables that change with the rows in work: `rows_tables`."""
+def _rows_words(packing: Packing) -> dict[str, int]:
+    """Of the tables that say which rows are in work."""
     return {"row_start_f": packing.n_frames + 1, "lo_f": half_words(packing.n_frames)}
+
+
+def band_words(packing: Packing) -> dict[str, int]:
+    """Of what the selection of rows writes: the tables of these rows, and the posterior mass of all others."""
+    return {**_rows_words(packing), "dropped": 1}
+
+
+def band_rows(packing: Packing, words: npt.NDArray[np.int64]) -> tuple[Rows, float]:
+    """The same on the host."""
+    n_frames = packing.n_frames
+    lo_f = words[n_frames + 1 : -1].view(np.int32)[:n_frames]
+    return Rows(packing, words[: n_frames + 1], lo_f), float(words[-1:].view(np.float64)[0])
 
 
 def index_words(problem: Problem, packing: Packing) -> dict[str, int]:
@@ -39,15 +51,10 @@ def index_words(problem: Problem, packing: Packing) -> dict[str, int]:
     return {
         **dict.fromkeys(starts, packing.batch + 1),
         "utterance_f": half_words(packing.n_frames),
-        **rows_words(packing),
+        **_rows_words(packing),
         **dict.fromkeys(offsets, packing.batch),
         "labels": half_words(int(packing.label_start_b[-1])),
     }
-
-
-def rows_tables(rows: Rows) -> dict[str, npt.NDArray[Any]]:
-    """The rows in work."""
-    return {"row_start_f": rows.row_start_f, "lo_f": rows.lo_f}
 
 
 def index_tables(rows: Rows, inputs: Inputs) -> dict[str, npt.NDArray[Any]]:
@@ -59,7 +66,8 @@ def index_tables(rows: Rows, inputs: Inputs) -> dict[str, npt.NDArray[Any]]:
         "state_start_b": packing.state_start_b,
         "label_start_b": packing.label_start_b,
         "utterance_f": packing.utterance_f,
-        **rows_tables(rows),
+        "row_start_f": rows.row_start_f,
+        "lo_f": rows.lo_f,
     }
     if inputs.logits is None:
         for name, starts in (("encoder", packing.frame_start_b), ("predictor", packing.state_start_b)):

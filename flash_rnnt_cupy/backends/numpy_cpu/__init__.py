@@ -15,7 +15,7 @@ from flash_rnnt_cupy.backends import Allocate, Backend
 from flash_rnnt_cupy.backends.numpy_cpu import joint, normalize, products, recursion, select
 from flash_rnnt_cupy.backends.numpy_cpu.call import SCRATCH_BYTES, TEMPORARIES, Array, NumpyCall
 from flash_rnnt_cupy.dtypes import numpy_dtype
-from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, Plan, Rows, accumulator_dtype
+from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, Plan, accumulator_dtype
 from flash_rnnt_cupy.problem import Inputs, Problem
 
 
@@ -76,8 +76,8 @@ def _losses(call: NumpyCall, log_likelihood_b: Array) -> Array:
     return losses.astype(call.problem.loss_dtype)
 
 
-def _start_backward(call: NumpyCall, rows: Rows, grad_losses_b: Array) -> NumpyCall:
-    return dataclasses.replace(call, rows=rows, grad_losses_b=grad_losses_b)
+def _start_backward(call: NumpyCall, grad_losses_b: Array) -> NumpyCall:
+    return dataclasses.replace(call, grad_losses_b=grad_losses_b)
 
 
 def _fill_zero(call: NumpyCall, buffer: Array) -> None:
@@ -107,8 +107,8 @@ BACKEND = Backend(
     sum_alignments=_quiet(recursion.sum_alignments),
     losses=_losses,
     posteriors=_quiet(recursion.posteriors),
-    select_rows=select.select_rows,
     start_backward=_start_backward,
+    select_rows=select.select_rows,
     normalize_backward=_quiet(normalize.normalize_backward),
     product_weight=_quiet(products.product_weight),
     product_hidden=_quiet(products.product_hidden),

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
 from flash_rnnt_cupy.backends import Lattice
 from flash_rnnt_cupy.backends.numpy_cpu.call import SCRATCH_BYTES, NumpyCall
-from flash_rnnt_cupy.plan import Rows
 
 
-def select_rows(call: NumpyCall, lattice: Lattice) -> tuple[Rows, float]:
-    """Rows in work, and the posterior mass of the nodes left out. ``lattice`` holds posteriors.
+def select_rows(call: NumpyCall, lattice: Lattice) -> tuple[NumpyCall, float]:
+    """The same call over these, and the posterior mass of the nodes left out. ``lattice`` holds posteriors.
 
     A NaN occupancy counts as large, so that a broken utterance shows in the gradients.
     """
     packing, smallest = call.packing, call.problem.options.min_occupancy
     if smallest == 0:
-        return packing.all_rows(), 0.0
+        return call, 0.0
     lo_f = np.zeros(packing.n_frames, np.int32)
     hi_f = np.zeros(packing.n_frames, np.int32)
     dropped = 0.0
@@ -37,7 +37,7 @@ def select_rows(call: NumpyCall, lattice: Lattice) -> tuple[Rows, float]:
         state = np.arange(matters.shape[1])
         left_out = (state < lo[:, None]) | (state >= hi[:, None])
         dropped += float(occupancy[left_out].sum())
-    return packing.band_rows(lo_f, hi_f), dropped
+    return dataclasses.replace(call, rows=packing.band_rows(lo_f, hi_f)), dropped
 
 
 def _blocks(call: NumpyCall) -> Iterator[tuple[int, int, int]]:
