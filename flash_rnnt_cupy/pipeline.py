@@ -16,6 +16,8 @@ from flash_rnnt_cupy.backends import Allocate, Backend, Buffer, Call, Lattice
 from flash_rnnt_cupy.plan import Plan, Tile
 from flash_rnnt_cupy.problem import Form, Inputs
 
+NO_ROWS = Tile(0, 0, 0, 0)
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -131,6 +133,7 @@ def _tile_logits(saved: Saved, call: Call, tile: Tile, workspace: Workspace) -> 
 def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str]) -> Gradients:
     """Recomputes the rows that matter, tile by tile, and adds up the gradients."""
     backend, plan, lattice = saved.backend, saved.plan, saved.lattice
+    call = saved.call if plan.untiled else backend.select_rows(saved.call, lattice)
     kept, saved.workspace = saved.workspace, None  # its logits become gradients: good for one backward
     apart = {name for name in wanted if f"sums of {name}" in plan.account}  # summed in a wider dtype
     sums = {name: saved.take(f"sums of {name}" if name in apart else f"gradient of {name}") for name in wanted}
@@ -139,11 +142,9 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
     weight_product = saved.take("weight product")
     workspace = kept or _take_workspace(saved)
     hidden, logits = workspace.hidden, workspace.logits
-    call = backend.start_backward(saved.call, grad_losses_b)
-    # this may wait for the device, so all that it has no part in is done by now
-    call, dropped = (call, 0.0) if plan.untiled else backend.select_rows(call, lattice)
+    call = backend.start_backward(call, grad_losses_b)
 
-    for tile in plan.cut(call.rows):
+    def work(call: Call, tile: Tile) -> None:
         if plan.fused:
             assert backend.grad_scores
             backend.grad_scores(call, tile, lattice, hidden, workspace.active, logits, sums.get("bias"))
@@ -156,6 +157,11 @@ def _joint_backward(saved: Saved, grad_losses_b: Buffer, wanted: frozenset[str])
         if "encoder" in wanted or "predictor" in wanted:
             backend.product_hidden(call, logits, hidden, tile.n_rows)
             backend.joint_backward(call, tile, hidden, workspace.active, sums.get("encoder"), sums.get("predictor"))
+
+    work(call, NO_ROWS)  # makes the launches ready while the device selects rows
+    call, dropped = backend.rows_in_work(call)  # may wait for it
+    for tile in plan.cut(call.rows):
+        work(call, tile)
 
     gradients = dict(sums)
     for name in apart:

@@ -70,6 +70,17 @@ extern "C" __global__ void __launch_bounds__(1024) start_rows(const __grid_const
   __shared__ i64 rows_w[kWarp];
   __shared__ double dropped_w[kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  i64 counts[kRun];
+  double masses[kRun];
+  const auto load = [&](i64 frame) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const bool exists = frame + i < p.n_frames;
+      counts[i] = exists ? p.row_start_f[frame + i + 1] : 0;
+      masses[i] = exists ? p.dropped_f[frame + i] : 0;
+    }
+  };
+  load(kRun * threadIdx.x);
   i64 rows = 0;  // of the frames before those in work
   double dropped = 0;
   for (i64 base = 0; base < p.n_frames; base += kRun * blockDim.x) {
@@ -77,12 +88,10 @@ extern "C" __global__ void __launch_bounds__(1024) start_rows(const __grid_const
     i64 ends[kRun], own = 0;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      if (frame + i < p.n_frames) {
-        own += p.row_start_f[frame + i + 1];
-        dropped += p.dropped_f[frame + i];
-      }
-      ends[i] = own;
+      ends[i] = own += counts[i];
+      dropped += masses[i];
     }
+    load(frame + kRun * blockDim.x);  // on their way while the block adds these up
     const i64 through = warp_scan(own);
     if (lane == kWarp - 1) rows_w[warp] = through;
     __syncthreads();

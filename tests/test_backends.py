@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import sys
 
@@ -101,10 +102,24 @@ def test_index_tables_have_the_sizes_by_which_they_are_found(form: Form, shapes:
     words = tables.index_words(problem, packing)
     arrays = tables.index_tables(packing.all_rows(), inputs)
     assert {name: tables.whole_words(array.nbytes) // 8 for name, array in arrays.items()} == words
-    assert list(tables.rows_words(packing)) == list(tables.rows_tables(packing.all_rows()))
     found = tables.addresses(words, 800)
     ends = [found[name] + 8 * size for name, size in words.items()]
     assert [*found.values(), ends[-1]] == [800, *ends]
+
+
+def test_band_tables_come_back_as_rows() -> None:
+    packing = Packing(FRAMES, LABELS)
+    words = tables.band_words(packing)
+    memory = np.zeros(sum(words.values()), np.int64)
+    at = tables.addresses(words, memory.ctypes.data)
+    lo_f = np.arange(16, dtype=np.int32)
+    expected = packing.band_rows(lo_f, lo_f + lo_f % 3)
+    for name, values in {"row_start_f": expected.row_start_f, "lo_f": lo_f, "dropped": np.array([0.25])}.items():
+        ctypes.memmove(at[name], values.ctypes.data, values.nbytes)
+    rows, dropped = tables.band_rows(packing, memory)
+    np.testing.assert_array_equal(rows.row_start_f, expected.row_start_f)
+    np.testing.assert_array_equal(rows.lo_f, expected.lo_f)
+    assert dropped == 0.25
 
 
 @pytest.mark.parametrize("diagonals_that_fit", [0, 2, 3, 4, 5, 9, 10, 17, 18, 1000])

@@ -192,10 +192,9 @@ class Walk:
     def start_backward(self) -> list[Any]:
         """Both sides' calls, over the same rows."""
         upstream = np.resize([700.0, -3.0, 0.0, 40.0], len(self.case.frames))
-        calls = [side.backend.start_backward(side.call, upstream) for side in self.sides]
-        selections = [
-            side.backend.select_rows(call, side.lattice) for side, call in zip(self.sides, calls, strict=True)
-        ]
+        calls = [side.backend.select_rows(side.call, side.lattice) for side in self.sides]
+        calls = [side.backend.start_backward(call, upstream) for side, call in zip(self.sides, calls, strict=True)]
+        selections = [side.backend.rows_in_work(call) for side, call in zip(self.sides, calls, strict=True)]
         (our_call, dropped), (true_call, expected) = selections
         ours, truth = our_call.rows, true_call.rows
         np.testing.assert_array_equal(ours.row_start_f, truth.row_start_f)

@@ -53,9 +53,11 @@ class Backend:
     sum_alignments(call, lattice, log_likelihood)  alpha; log_likelihood [B] float64
     losses(call, log_likelihood) -> losses         [B], in the problem's loss dtype
     posteriors(call, lattice, log_likelihood)      columns -> posteriors, FastEmit weight included
+    select_rows(call, lattice) -> call             the same call over the rows above min_occupancy, which the device
+                                                   may still have to find
     start_backward(call, grad_losses) -> call      the same call with upstream gradients [B]
-    select_rows(call, lattice) -> call, dropped    the same call over the rows above min_occupancy (call.rows),
-                                                   and the posterior mass of the others
+    rows_in_work(call) -> call, dropped            the same call with call.rows found, which may wait for the device;
+                                                   posterior mass of the rows left out
     normalize_backward(call, tile, logits, lattice, grad_logits, grad_bias)
                                                    grad_logits may be logits; grad_bias None or added to
     grad_scores(call, tile, lattice, hidden, active, grad_logits, grad_bias)
@@ -79,8 +81,9 @@ class Backend:
     sum_alignments: Callable[[Call, Lattice, Buffer], None]
     losses: Callable[[Call, Buffer], Buffer]
     posteriors: Callable[[Call, Lattice, Buffer], None]
+    select_rows: Callable[[Call, Lattice], Call]
     start_backward: Callable[[Call, Buffer], Call]
-    select_rows: Callable[[Call, Lattice], tuple[Call, float]]
+    rows_in_work: Callable[[Call], tuple[Call, float]]
     normalize_backward: Callable[[Call, Tile, Buffer, Lattice, Buffer, Buffer | None], None]
     product_weight: Callable[[Call, Buffer, Buffer, int, Buffer, Buffer | None], None]
     product_hidden: Callable[[Call, Buffer, Buffer, int], None]

@@ -42,14 +42,14 @@ class Driver:
                                                       fields may change between launches
     gemm(a, b, c, transpose_a, transpose_b, add, alpha)   c = alpha op(a) op(b), row-major; + c if ``add``
     upload(arrays, device)                            copies them one behind another, each from a whole 64-bit word
-    download(device) -> host                          a copy; waits for the stream
+    download(device) -> wait                          begins to copy; wait() -> the array on the host
     zero(device)                                      fills with zero bytes
     """
 
     kernel: Callable[[ModuleSpec, str, Record, int], Kernel]
     gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool, float], None]
     upload: Callable[[Sequence[npt.NDArray[Any]], DeviceArray], None]
-    download: Callable[[DeviceArray], npt.NDArray[Any]]
+    download: Callable[[DeviceArray], Callable[[], npt.NDArray[Any]]]
     zero: Callable[[DeviceArray], None]
 
 
@@ -155,15 +155,20 @@ class _Staging:
 _staging = _Staging()
 
 
-def _download(device: DeviceArray) -> npt.NDArray[Any]:
+def _download(device: DeviceArray) -> Callable[[], npt.NDArray[Any]]:
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     memory = cupy.cuda.alloc_pinned_memory(device.nbytes)  # lives as long as the array that is returned
     stream = cupy.cuda.get_current_stream()
     runtime = cupy.cuda.runtime
     runtime.memcpyAsync(memory.ptr, device.pointer, device.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-    stream.synchronize()
-    return np.frombuffer(memory, device.dtype, math.prod(device.shape)).reshape(device.shape)
+    copied = stream.record()
+
+    def wait() -> npt.NDArray[Any]:
+        copied.synchronize()
+        return np.frombuffer(memory, device.dtype, math.prod(device.shape)).reshape(device.shape)
+
+    return wait
 
 
 def _zero(device: DeviceArray) -> None:

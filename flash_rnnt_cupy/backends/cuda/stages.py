@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flash_rnnt_cupy.backends import Allocate, Lattice
 from flash_rnnt_cupy.backends.cuda import tables
@@ -57,9 +58,10 @@ class Launch:
         self._tile = record["tile"].view(np.int64)
 
     def __call__(self, tile: Tile, grid: Grid, block: Grid) -> None:
-        """Runs it on a tile."""
-        self._tile[:] = tile
-        self._kernel(grid, block)
+        """Runs it on a tile, unless that has no rows."""
+        if tile.n_rows:
+            self._tile[:] = tile
+            self._kernel(grid, block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,7 @@ class CudaCall:
     bias_partials: DeviceArray | None = None
     encoder_carry: DeviceArray | None = None
     predictor_carry: DeviceArray | None = None
+    selected: Callable[[], npt.NDArray[Any]] | None = None  # the band tables, once the device has written them
     launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict)
 
     @property
@@ -255,8 +258,10 @@ def joint_backward(
         launch(tile, (-(-warps // WARPS),), (THREADS,))
     if grad_predictor is not None:
         packing = call.rows.packing
-        first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
-        n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
+        n_states = 0
+        if tile.n_rows:
+            first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
+            n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
         launch = _joint_launch(call, "predictor_gradient", grad_hidden, active, grad_predictor=grad_predictor)
         launch(tile, (n_states, slices), (SLICE_COLUMNS,))
 
@@ -265,7 +270,7 @@ def product(call: CudaCall, hidden: DeviceArray, logits: DeviceArray, n_rows: in
     """Logits [R, V] = hidden [R, H] weight^T / keep probability, for the first n_rows rows."""
     assert call.weight is not None
     scores = logits.rows(n_rows).columns(call.problem.vocabulary)
-    call.driver.gemm(hidden.rows(n_rows), call.weight, scores, False, True, False, call.problem.options.keep_scale)
+    _multiply(call, hidden.rows(n_rows), call.weight, scores, transpose_b=True)
 
 
 def product_weight(
@@ -278,15 +283,29 @@ def product_weight(
 ) -> None:
     """grad_weight [V, H] += grad_logits^T hidden / keep probability."""
     del scratch
-    grads, keep_scale = grad_logits.rows(n_rows).columns(call.problem.vocabulary), call.problem.options.keep_scale
-    call.driver.gemm(grads, hidden.rows(n_rows), grad_weight, True, False, True, keep_scale)
+    grads = grad_logits.rows(n_rows).columns(call.problem.vocabulary)
+    _multiply(call, grads, hidden.rows(n_rows), grad_weight, transpose_a=True, add=True)
 
 
 def product_hidden(call: CudaCall, grad_logits: DeviceArray, hidden: DeviceArray, n_rows: int) -> None:
     """Hidden [R, H] = grad_logits [R, V] weight / keep probability: the hidden states give way to their gradient."""
     assert call.weight is not None
-    grads, keep_scale = grad_logits.rows(n_rows).columns(call.problem.vocabulary), call.problem.options.keep_scale
-    call.driver.gemm(grads, call.weight, hidden.rows(n_rows), False, False, False, keep_scale)
+    grads = grad_logits.rows(n_rows).columns(call.problem.vocabulary)
+    _multiply(call, grads, call.weight, hidden.rows(n_rows))
+
+
+def _multiply(
+    call: CudaCall,
+    a: DeviceArray,
+    b: DeviceArray,
+    c: DeviceArray,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
+) -> None:
+    """C = op(a) op(b) / keep probability; + c if ``add``. Nothing, where ``a`` has no rows."""
+    if a.shape[0]:
+        call.driver.gemm(a, b, c, transpose_a, transpose_b, add, call.problem.options.keep_scale)
 
 
 # ---- scores and lattice --------------------------------------------------------------------------------------------
@@ -472,6 +491,38 @@ def losses(call: CudaCall, log_likelihood_b: DeviceArray) -> DeviceArray:
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
+def select_rows(call: CudaCall, lattice: Lattice) -> CudaCall:
+    """The same call over the rows that matter, which the device is to write."""
+    problem, packing = call.problem, call.plan.rows.packing
+    n_frames = packing.n_frames
+    if problem.options.min_occupancy == 0 or n_frames == 0:
+        return call
+    memory, dropped_f = call.take("band tables"), call.take("dropped posteriors")
+    band = tables.addresses(tables.band_words(packing), memory.pointer)
+    record = np.zeros(1, SELECT_RECORD)
+    fill(
+        record,
+        {
+            "node_start_b": call.table["node_start_b"],
+            "frame_start_b": call.table["frame_start_b"],
+            "state_start_b": call.table["state_start_b"],
+            "utterance_f": call.table["utterance_f"],
+            "column_cn": lattice.column_cn.pointer,
+            **band,
+            "dropped_f": dropped_f.pointer,
+            "n_nodes": call.plan.rows.n_rows,
+            "n_frames": n_frames,
+            "min_occupancy": problem.options.min_occupancy,
+        },
+    )
+    spec = select_spec(problem.topology, call.acc)
+    call.run(spec, "select_rows", (-(-n_frames // WARPS),), (THREADS,), record)
+    call.run(spec, "start_rows", (1,), (MAX_THREADS,), record)
+    kept = {**call.kept, "band tables": memory}
+    selected = call.driver.download(memory)
+    return dataclasses.replace(call, table={**call.table, **band}, kept=kept, selected=selected, launches={})
+
+
 def start_backward(call: CudaCall, grad_losses_b: DeviceArray) -> CudaCall:
     """The same call with the upstream gradients split into unit gradients and their scale."""
     batch = call.problem.batch
@@ -504,36 +555,12 @@ def start_backward(call: CudaCall, grad_losses_b: DeviceArray) -> CudaCall:
     )
 
 
-def select_rows(call: CudaCall, lattice: Lattice) -> tuple[CudaCall, float]:
-    """The same call over the rows that matter, and the posterior mass of the others; waits for the device once."""
-    problem, packing = call.problem, call.plan.rows.packing
-    n_frames = packing.n_frames
-    if problem.options.min_occupancy == 0 or n_frames == 0:
+def rows_in_work(call: CudaCall) -> tuple[CudaCall, float]:
+    """The same call, and the posterior mass of the rows left out; waits for the device if there are any."""
+    if call.selected is None:
         return call, 0.0
-    memory, dropped_f = call.take("band tables"), call.take("dropped posteriors")
-    band = tables.addresses(tables.band_words(packing), memory.pointer)
-    record = np.zeros(1, SELECT_RECORD)
-    fill(
-        record,
-        {
-            "node_start_b": call.table["node_start_b"],
-            "frame_start_b": call.table["frame_start_b"],
-            "state_start_b": call.table["state_start_b"],
-            "utterance_f": call.table["utterance_f"],
-            "column_cn": lattice.column_cn.pointer,
-            **band,
-            "dropped_f": dropped_f.pointer,
-            "n_nodes": call.plan.rows.n_rows,
-            "n_frames": n_frames,
-            "min_occupancy": problem.options.min_occupancy,
-        },
-    )
-    spec = select_spec(problem.topology, call.acc)
-    call.run(spec, "select_rows", (-(-n_frames // WARPS),), (THREADS,), record)
-    call.run(spec, "start_rows", (1,), (MAX_THREADS,), record)
-    rows, dropped = tables.band_rows(packing, call.driver.download(memory))
-    kept = {**call.kept, "band tables": memory}
-    return dataclasses.replace(call, rows=rows, table={**call.table, **band}, kept=kept), dropped
+    rows, dropped = tables.band_rows(call.plan.rows.packing, call.selected())
+    return dataclasses.replace(call, rows=rows), dropped
 
 
 def _scratch(call: CudaCall, part: str) -> DeviceArray | None:

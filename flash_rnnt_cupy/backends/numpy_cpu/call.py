@@ -23,7 +23,7 @@ class NumpyCall:
     """Problem, rows in work, and the caller's arrays.
 
     ``weight`` is in the workspace dtype, ``bias`` in the lattice dtype, both in ``kept`` where they are not the
-    caller's; ``grad_losses_b`` [B] is there in backward.
+    caller's; ``grad_losses_b`` [B] is there in backward, where nodes of ``dropped_posterior`` may be left out.
     """
 
     problem: Problem
@@ -33,6 +33,7 @@ class NumpyCall:
     bias: Array | None
     kept: Mapping[str, Array]
     grad_losses_b: Array | None = None
+    dropped_posterior: float = 0.0
 
     @property
     def packing(self) -> Packing:

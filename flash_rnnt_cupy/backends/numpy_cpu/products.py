@@ -18,6 +18,8 @@ def product_weight(
 ) -> None:
     """grad_weight [V, H] += grad_logits^T hidden; ``scratch`` [V, H] takes the tile's product."""
     del call
+    if n_rows == 0:
+        return
     assert scratch is not None
     np.matmul(grad_logits[:n_rows].T, hidden[:n_rows], out=scratch)
     grad_weight += scratch

@@ -11,14 +11,14 @@ from flash_rnnt_cupy.backends import Lattice
 from flash_rnnt_cupy.backends.numpy_cpu.call import SCRATCH_BYTES, NumpyCall
 
 
-def select_rows(call: NumpyCall, lattice: Lattice) -> tuple[NumpyCall, float]:
-    """The same call over these, and the posterior mass of the nodes left out. ``lattice`` holds posteriors.
+def select_rows(call: NumpyCall, lattice: Lattice) -> NumpyCall:
+    """The same call over these. ``lattice`` holds posteriors.
 
     A NaN occupancy counts as large, so that a broken utterance shows in the gradients.
     """
     packing, smallest = call.packing, call.problem.options.min_occupancy
     if smallest == 0:
-        return call, 0.0
+        return call
     lo_f = np.zeros(packing.n_frames, np.int32)
     hi_f = np.zeros(packing.n_frames, np.int32)
     dropped = 0.0
@@ -37,7 +37,12 @@ def select_rows(call: NumpyCall, lattice: Lattice) -> tuple[NumpyCall, float]:
         state = np.arange(matters.shape[1])
         left_out = (state < lo[:, None]) | (state >= hi[:, None])
         dropped += float(occupancy[left_out].sum())
-    return dataclasses.replace(call, rows=packing.band_rows(lo_f, hi_f)), dropped
+    return dataclasses.replace(call, rows=packing.band_rows(lo_f, hi_f), dropped_posterior=dropped)
+
+
+def rows_in_work(call: NumpyCall) -> tuple[NumpyCall, float]:
+    """The call, and the posterior mass of the nodes left out."""
+    return call, call.dropped_posterior
 
 
 def _blocks(call: NumpyCall) -> Iterator[tuple[int, int, int]]:
