@@ -243,7 +243,6 @@ __device__ __forceinline__ void build_hidden(const FusedParams& p, u32 shared, i
     const Item item = item_at(p, turn);
     const i64 last = min(item.first_row + kStripRows, p.tile.row_end) - 1;
     const RowFound found = find_row(p, item.first_row, last, item.first_row + found_row);
-    const auto told = tell(found);
 
     KeepBits keep;
     if (kDropout) {
@@ -268,6 +267,8 @@ __device__ __forceinline__ void build_hidden(const FusedParams& p, u32 shared, i
         }
       }
     }
+    if (kStore && turn == 0) wait_for_kernels_before();  // what they write is read, and what they read written, below
+    const auto told = tell(found);
 
     uint4 e[8], q[8];  // of the next slab, on their way
     auto load_slab = [&](int k) {

@@ -36,6 +36,9 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u
                : "memory");
 }
 
+// ---- between kernels: one that was launched early waits until those in front of it have ended --------------------
+__device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- barriers by number, between warpgroups -----------------------------------------------------------------------
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

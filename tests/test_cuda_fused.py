@@ -91,7 +91,8 @@ class Launches:
         driver = Driver(self.kernel, self.gemm, lambda *_: None, self.download, lambda _: None)
         self.backend = make_backend(driver, H200, 132, self.allocate)
 
-    def kernel(self, spec: Any, entry: str, record: np.ndarray, shared_bytes: int) -> Any:
+    def kernel(self, spec: Any, entry: str, record: np.ndarray, shared_bytes: int, early: bool) -> Any:
+        assert early == (entry == "grad_scores")
         del spec
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...]) -> None:

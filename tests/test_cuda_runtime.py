@@ -118,7 +118,7 @@ def test_out_of_memory_is_said_and_survived() -> None:
 
 def test_a_failed_launch_names_kernel_sizes_and_device() -> None:
     record = np.zeros(1, specs.CONVERT_RECORD)
-    kernel = CUPY.kernel(specs.convert_spec("float32", "float32", "float32", False), "convert", record, 0)
+    kernel = CUPY.kernel(specs.convert_spec("float32", "float32", "float32", False), "convert", record, 0, False)
     with pytest.raises(frc.LaunchError, match=r"convert.*grid \(1,\), block \(5000,\).*cuda:0"):
         kernel((1,), (5000,))
 
@@ -128,7 +128,7 @@ def test_a_thread_s_first_call_to_the_device_may_be_a_launch() -> None:
     source, target = cupy.full(4, 7, np.float32), cupy.zeros(4, np.float32)
     record = np.zeros(1, specs.CONVERT_RECORD)
     record["from"], record["to"], record["n"] = source.data.ptr, target.data.ptr, 4
-    what = specs.convert_spec("float32", "float32", "float32", False), "convert", record, 0
+    what = specs.convert_spec("float32", "float32", "float32", False), "convert", record, 0, False
     CUPY.kernel(*what)  # loads it here
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: CUPY.kernel(*what)((1,), (32,))).result()

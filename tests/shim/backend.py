@@ -45,7 +45,8 @@ def host_view(array: DeviceArray) -> Array:
 def make_driver(reverse: bool) -> Driver:
     """The five functions; ``reverse`` runs threads and blocks in the other order."""
 
-    def kernel(spec: ModuleSpec, entry: str, record: Array, shared_bytes: int) -> Kernel:
+    def kernel(spec: ModuleSpec, entry: str, record: Array, shared_bytes: int, early: bool) -> Kernel:
+        del early  # kernels run one after another
         library = shim.load(spec, SANITIZE)
 
         def launch(grid: Grid, block: Grid) -> None:

@@ -9,6 +9,7 @@ import collections
 import ctypes
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,16 +38,17 @@ Kernel = Callable[[Grid, Grid], None]  # grid, block
 class Driver:
     """The device's functions.
 
-    kernel(spec, entry, record, shared_bytes) -> kernel   compiled, loaded, and tied to the current stream, to so much
-                                                      dynamic shared memory and to its parameter record, whose
-                                                      fields may change between launches
+    kernel(spec, entry, record, shared_bytes, early) -> kernel   compiled, loaded, and tied to the current stream, to
+                                                      so much dynamic shared memory and to its parameter record, whose
+                                                      fields may change between launches; ``early``: it may begin
+                                                      while the kernel in front of it ends, and waits for that itself
     gemm(a, b, c, transpose_a, transpose_b, add, alpha)   c = alpha op(a) op(b), row-major; + c if ``add``
     upload(arrays, device)                            copies them one behind another, each from a whole 64-bit word
     download(device) -> wait                          begins to copy; wait() -> the array on the host
     zero(device)                                      fills with zero bytes
     """
 
-    kernel: Callable[[ModuleSpec, str, Record, int], Kernel]
+    kernel: Callable[[ModuleSpec, str, Record, int, bool], Kernel]
     gemm: Callable[[DeviceArray, DeviceArray, DeviceArray, bool, bool, bool, float], None]
     upload: Callable[[Sequence[npt.NDArray[Any]], DeviceArray], None]
     download: Callable[[DeviceArray], Callable[[], npt.NDArray[Any]]]
@@ -64,22 +66,53 @@ def _function(spec: ModuleSpec, entry: str, device: int, shared_bytes: int) -> i
     return handle
 
 
-def _kernel(spec: ModuleSpec, entry: str, record: Record, shared_bytes: int) -> Kernel:
-    """Launches through the driver's own call: a RawKernel would pack the record anew each time."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, of those whose value is an int."""
+
+    _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 6),  # of grid and block
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+
+
+@functools.cache
+def _launch_kernel() -> Callable[..., int]:
+    """The driver's cuLaunchKernelEx: CuPy's launch has no attributes, and its RawKernel packs the record anew."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    function = library.cuLaunchKernelEx
+    function.argtypes = [ctypes.POINTER(_Config), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return function
+
+
+def _kernel(spec: ModuleSpec, entry: str, record: Record, shared_bytes: int, early: bool) -> Kernel:
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
-    device, driver, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.driver, cupy.cuda.get_current_stream().ptr
+    device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
     cupy.cuda.runtime.setDevice(device)  # binds its context to this thread, where no other call may have done so
-    function = _function(spec, entry, device, shared_bytes)
+    function, launch_kernel = _function(spec, entry, device, shared_bytes), _launch_kernel()
+    attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    config = _Config((), shared_bytes, stream, ctypes.pointer(attribute), int(early))
     parameters = ctypes.c_void_p(record.ctypes.data)  # void*[1]
-    address = ctypes.addressof(parameters)
+    arguments = ctypes.byref(config), function, ctypes.addressof(parameters), None
 
     def launch(grid: Grid, block: Grid) -> None:
-        sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
-        try:
-            driver.launchKernel(function, *sizes, shared_bytes, stream, address, 0)
-        except driver.CUDADriverError as error:
+        config.sizes[:] = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
+        status = launch_kernel(*arguments)
+        if status:
             described = f"grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
+            error = cupy.cuda.driver.CUDADriverError(status)
             raise LaunchError(f"{spec.file}: {entry}", described, f"cuda:{device}", error) from error
 
     launch.keeps = record, parameters  # type: ignore[attr-defined]

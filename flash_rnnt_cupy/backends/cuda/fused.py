@@ -70,7 +70,7 @@ def _launch(call: CudaCall, entry: str, lattice: Lattice, values: dict[str, Any]
     assert all(map(is_aligned, (inputs.encoder, inputs.predictor)))
     network = problem.joint_width, problem.vocabulary, options.activation, options.drop_below > 0
     spec = fused_spec(entry, problem.dtype, *network)
-    call.launches[key] = Launch(call.driver, spec, entry, record, FUSED_SHARED_BYTES)
+    call.launches[key] = Launch(call.driver, spec, entry, record, FUSED_SHARED_BYTES, early=entry == "grad_scores")
     return call.launches[key]
 
 

@@ -53,8 +53,10 @@ FORWARD_BLOCKS_PER_MULTIPROCESSOR = 8
 class Launch:
     """A kernel and its parameters, made ready once a call; only the tile changes."""
 
-    def __init__(self, driver: Driver, spec: ModuleSpec, entry: str, record: Record, shared_bytes: int = 0) -> None:
-        self._kernel = driver.kernel(spec, entry, record, shared_bytes)
+    def __init__(
+        self, driver: Driver, spec: ModuleSpec, entry: str, record: Record, shared_bytes: int = 0, early: bool = False
+    ) -> None:
+        self._kernel = driver.kernel(spec, entry, record, shared_bytes, early)
         self._tile = record["tile"].view(np.int64)
 
     def __call__(self, tile: Tile, grid: Grid, block: Grid) -> None:
@@ -107,7 +109,7 @@ class CudaCall:
 
     def run(self, spec: ModuleSpec, entry: str, grid: Grid, block: Grid, record: Record, shared: int = 0) -> None:
         """Launches a kernel that runs once."""
-        self.driver.kernel(spec, entry, record, shared)(grid, block)
+        self.driver.kernel(spec, entry, record, shared, False)(grid, block)
 
 
 def begin(
