@@ -399,9 +399,6 @@ def normalize_backward(
 
     Adds its sum over rows to ``grad_bias``. ``lattice`` holds posteriors.
     """
-    if not tile.n_rows:
-        call.driver.zero(grad_logits)
-        return
     problem, arrays = call.problem, (logits, lattice, grad_logits, grad_bias)
     grid_of_rows = _row_grid(call, tile, BLOCKS_PER_MULTIPROCESSOR)
     _normalize_launch(call, "normalize_backward", *arrays)(tile, *grid_of_rows)
