@@ -1,13 +1,13 @@
 // What       joint network of a tile
-//              joint_forward        h[t, u] = mask f(e[t] + p[u]), without the factor 1 / keep, which the products
-//                                   have; and the active bits
-//              encoder_gradient     de[t] = sum over u of dh[t, u] mask f'(e[t] + p[u]), times the scale of the
-//                                   upstream gradients
-//              predictor_gradient   dp[u] = its sum over t, likewise
+//              joint_forward    h[t, u] = mask f(e[t] + p[u]), without the factor 1 / keep, which the products have;
+//                               and the active bits
+//              joint_backward   de[t] = sum over u of dh[t, u] mask f'(e[t] + p[u]), times the scale of the upstream
+//                               gradients; dp[u] = its sum over t, likewise
 // Grid       joint_forward: 4 rows a warp, 8 lanes a row; a lane has columns 64 k + 8 j ... + 8, so that it draws its
 //            dropout state once
-//            encoder_gradient: a frame x 128 columns a warp, neighbouring columns first; every other row a half warp
-//            predictor_gradient: a state x 128 columns a block; every eighth frame a half warp
+//            joint_backward: blockDim.y warps a sum and blockDim.z sums a block, 4 warps in all; gridDim.y blocks share
+//            its slices of 128 columns, a slice a half warp. An utterance's frames and states are neighbours and a
+//            slice of them all comes before the next, so that the second to read a row finds it in the L2 cache
 // Reads      encoder [.., H], predictor [.., H] STATE; hidden [R, H] WORK, in backward the gradient dh; active
 // Writes     hidden; active [R, ceil(H / 8)], a byte for 8 columns: bit q for column 2 q, bit 4 + q for 2 q + 1,
 //            0 beyond H. It says h != 0 for ReLU, else that dropout keeps the unit. Without dropout and ReLU there is
@@ -40,13 +40,14 @@ constexpr int kRowsPerWarp = kWarp / kDropoutLanes;  // of joint_forward
 constexpr int kWidth = WIDTH;
 constexpr int kBytes = (kWidth + kVector - 1) / kVector;         // of active, a row
 constexpr int kSumLanes = kWarp / 2;                             // of a row in sums
-constexpr int kSlice = kSumLanes * kVector;                      // columns of a warp or block that sums
+constexpr int kSlice = kSumLanes * kVector;                      // columns of a half warp that sums
 constexpr int kSlices = (kWidth + kSlice - 1) / kSlice;
-constexpr int kSumWarps = 4;                                     // of a block of predictor_gradient
-constexpr int kStreams = 2 * kSumWarps;                          // its half warps
+constexpr int kSumWarps = 4;                                     // of a block that sums
+constexpr int kSumBlocks = sizeof(Acc) > 4 ? 3 : kSmooth ? 5 : 6;  // of a multiprocessor, at its registers
 constexpr int kPieceWords = kVector * (kWide || sizeof(Work) > 4 ? int(sizeof(Work)) : 4) / 4;  // registers of 8 columns
 constexpr int kInFlight = (kSmooth ? 16 : 32) / kPieceWords;  // rows whose loads are on their way, a lane
-static_assert(kSlice == kSumWarps * kWarp, "a thread finishes one column");
+constexpr int kFew = kInFlight > 2 ? 2 : kInFlight;           // likewise, where a half warp finds no more
+static_assert(kSlice == kSumWarps * kWarp, "threads of a block that sums");
 
 struct JointParams {
   Rows rows;
@@ -184,14 +185,14 @@ struct Piece {
 
 __device__ __forceinline__ void load_piece(const JointParams& p, const Term& term, int column, Piece& piece) {
   const int n_left = kWidth - column;
-  load_vector<kWide>(p.hidden + term.in_tile * kWidth + column, n_left, narrow<Work>(Acc(0)), piece.grad);
+  load_vector<kWide>(p.hidden + column + term.in_tile * kWidth, n_left, narrow<Work>(Acc(0)), piece.grad);
   if (kSmooth) load_vector<kWide>(term.states + column, n_left, narrow<State>(Acc(0)), piece.states);
-  if (kMasked) piece.active = p.active[term.in_tile * kBytes + column / kVector];
+  if (kMasked) piece.active = (p.active + column / kVector)[term.in_tile * kBytes];
 }
 
 __device__ __forceinline__ void add_piece(Piece& piece, const Acc (&shared)[kVector], Acc (&sum)[kVector]) {
 #pragma unroll
-  for (int i = 0; i < kVector * int(sizeof(Work)) / 4; ++i) keep_packed(reinterpret_cast<u32*>(piece.grad)[i]);
+  for (int i = 0; i < kVector * int(sizeof(Work)) / 4; ++i) hold_back(reinterpret_cast<u32*>(piece.grad)[i]);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     Acc grad = widen<Acc>(piece.grad[i]);
@@ -200,126 +201,122 @@ __device__ __forceinline__ void add_piece(Piece& piece, const Acc (&shared)[kVec
   }
 }
 
-// Adds kInFlight rows in order, all loads before the first use. term(r) is the r-th, shared the states common to all.
-template <class TermOf>
-__device__ __forceinline__ void add_terms(const JointParams& p, int column, const Acc (&shared)[kVector], TermOf term,
+// Adds n rows in order. term() is the next, shared the states common to all. All loads go before the first use: a
+// branch keeps them there, and zeros where there is no row free their registers in between.
+template <int n, class NextTerm>
+__device__ __forceinline__ void add_terms(const JointParams& p, int column, const Acc (&shared)[kVector], NextTerm term,
                                           Acc (&sum)[kVector]) {
-  Piece pieces[kInFlight];
-  bool exists[kInFlight];
+  Piece pieces[n] = {};
+  bool exists[n];
 #pragma unroll
-  for (int r = 0; r < kInFlight; ++r) {
-    const Term next = term(r);
+  for (int r = 0; r < n; ++r) {
+    const Term next = term();
     exists[r] = next.exists && column < kWidth;
     if (exists[r]) load_piece(p, next, column, pieces[r]);
   }
+  __syncwarp();
+  if (!exists[0]) return;  // then there is none
 #pragma unroll
-  for (int r = 0; r < kInFlight; ++r)
-    if (exists[r]) add_piece(pieces[r], shared, sum);
+  for (int r = 0; r < n; ++r)
+    if (kMasked && !kSmooth || exists[r]) add_piece(pieces[r], shared, sum);  // of no row, no bit is active
 }
 
-// Adds the sum of the warp's other half: all rows of the warp.
-__device__ __forceinline__ void join_halves(Acc (&sum)[kVector]) {
+// Adds the parts of the block's other warps, for the first one.
+__device__ __forceinline__ void join_warps(Acc (&sum)[kVector]) {
+  __shared__ Acc parts[kSumWarps][kVector][kWarp];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) sum[i] += __shfl_xor_sync(kFullWarp, sum[i], kSumLanes);
-}
-
-// Where the sum of rows [sum_begin, sum_end) stands, of which the tile has a part.
-struct Progress {
-  bool begins, ends;
-  int turn;  // 0 or 1: which carry buffer this tile reads; it writes the other
-};
-
-__device__ __forceinline__ Progress progress_of(const JointParams& p, i64 sum_begin, i64 sum_end) {
-  const int turn = static_cast<int>(p.tile.row_begin / p.tile_rows % 2);
-  return {sum_begin >= p.tile.row_begin, sum_end <= p.tile.row_end, turn};
-}
-
-extern "C" __global__ void __launch_bounds__(256) encoder_gradient(const __grid_constant__ JointParams p) {
-  const int lane = threadIdx.x % kWarp;
-  const i64 warp = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-  const i64 frame = p.tile.frame_begin + warp / kSlices;
-  const int column = static_cast<int>(warp % kSlices) * kSlice + lane % kSumLanes * kVector, n_left = kWidth - column;
-  if (frame >= p.tile.frame_end) return;
-  const i64 sum_begin = p.rows.row_start_f[frame], sum_end = p.rows.row_start_f[frame + 1];
-  const i64 begin = max(sum_begin, p.tile.row_begin), end = min(sum_end, p.tile.row_end);
-  if (begin >= end) return;
-  const Place at = place_of(p.rows, frame, begin);
-  Acc e[kVector] = {}, sum[kVector] = {};
-  if (kSmooth && n_left > 0) load_vector<kWide>(encoder_row(p, at.b, at.t) + column, n_left, Acc(0), e);
-  for (i64 row = begin + lane / kSumLanes; row < end; row += 2 * kInFlight)
-    add_terms(p, column, e, [&](int r) {
-      const i64 at_row = row + 2 * r;
-      const State* q = kSmooth ? predictor_row(p, at.b, at.u + static_cast<int>(at_row - begin)) : nullptr;
-      return Term{at_row < end, at_row - p.tile.row_begin, q};
-    }, sum);
-  join_halves(sum);
-  if (lane >= kSumLanes || n_left <= 0) return;
-  const Progress progress = progress_of(p, sum_begin, sum_end);
-  if (!progress.begins) {
-    Acc before[kVector];
-    load_vector<kWide>(p.encoder_carry + progress.turn * kWidth + column, n_left, Acc(0), before);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sum[i] += before[i];
-  }
-  if (progress.ends) {
-    const Acc scale = *p.grad_scale;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sum[i] *= scale;
-    store_vector<kWide>(p.grad_encoder + (p.encoder_grad_row_b[at.b] + at.t) * kWidth + column, n_left, sum);
-  } else {
-    store_vector<kWide>(p.encoder_carry + (1 - progress.turn) * kWidth + column, n_left, sum);
-  }
-}
-
-// blockIdx.x counts the states of the tile's utterances, from the first state of the first one. A half warp finds the
-// rows of its state among 16 frames at once: with narrow bands most frames have none.
-extern "C" __global__ void __launch_bounds__(kSlice) predictor_gradient(const __grid_constant__ JointParams p) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int half = lane & kSumLanes, in_half = lane % kSumLanes, stream = threadIdx.x / kSumLanes;
-  const i64 first_b = p.rows.utterance_f[p.tile.frame_begin], last_b = p.rows.utterance_f[p.tile.frame_end - 1];
-  const i64 state = p.rows.state_start_b[first_b] + blockIdx.x;
-  const int b = static_cast<int>(find_start(p.rows.state_start_b, state, first_b, last_b + 1));
-  const int u = static_cast<int>(state - p.rows.state_start_b[b]);
-  const int column = blockIdx.y * kSlice + in_half * kVector, n_left = kWidth - column;
-  const i64 first_frame = p.rows.frame_start_b[b], last_frame = p.rows.frame_start_b[b + 1];
-  const i64 begin = max(first_frame, p.tile.frame_begin), end = min(last_frame, p.tile.frame_end);
-  Acc q[kVector] = {}, sum[kVector] = {};
-  if (kSmooth && n_left > 0) load_vector<kWide>(predictor_row(p, b, u) + column, n_left, Acc(0), q);
-  for (i64 base = begin; base < end; base += kStreams * kSumLanes) {
-    const i64 frame = base + in_half * kStreams + stream;
-    int found = -1;  // the row of (frame, u) in the tile
-    if (frame < end) {
-      const i64 first = p.rows.row_start_f[frame], row = first + u - p.rows.lo_f[frame];
-      const i64 row_begin = max(first, p.tile.row_begin), row_end = min(p.rows.row_start_f[frame + 1], p.tile.row_end);
-      if (row >= row_begin && row < row_end) found = static_cast<int>(row - p.tile.row_begin);
-    }
-    const u32 hits = __ballot_sync(kFullWarp, found >= 0);
-    u32 left = hits >> half & 0xffffu;  // lanes of this half with a row to add
-    for (int n = max(__popc(hits & 0xffffu), __popc(hits >> kSumLanes)); n > 0; n -= kInFlight)
-      add_terms(p, column, q, [&](int) {
-        const int source = __ffs(left) - 1;
-        const int in_tile = __shfl_sync(kFullWarp, found, half | (source & (kSumLanes - 1)));
-        left &= left - 1;
-        const int t = static_cast<int>(base - first_frame) + source * kStreams + stream;
-        return Term{source >= 0, in_tile, kSmooth && source >= 0 ? encoder_row(p, b, t) : nullptr};
-      }, sum);
-  }
-  join_halves(sum);
-  __shared__ Acc parts[kSumWarps][kSlice];
-  if (half == 0) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) parts[warp][in_half * kVector + i] = sum[i];
-  }
+  for (int i = 0; i < kVector; ++i) parts[threadIdx.y][i][threadIdx.x] = sum[i];
   __syncthreads();
-  const int own = blockIdx.y * kSlice + threadIdx.x;
-  if (own >= kWidth) return;
-  const Progress progress = progress_of(p, p.rows.row_start_f[first_frame], p.rows.row_start_f[last_frame]);
-  Acc* carry = p.predictor_carry + static_cast<i64>(u) * kWidth + own;
-  Acc total = progress.begins ? Acc(0) : carry[progress.turn * p.predictor_carry_size];
+  for (int w = 1; threadIdx.y == 0 && w < blockDim.y; ++w)
 #pragma unroll
-  for (int w = 0; w < kSumWarps; ++w) total += parts[w][threadIdx.x];
-  if (progress.ends)
-    p.grad_predictor[(p.predictor_grad_row_b[b] + u) * kWidth + own] = narrow<State>(total * *p.grad_scale);
-  else
-    carry[(1 - progress.turn) * p.predictor_carry_size] = total;
+    for (int i = 0; i < kVector; ++i) sum[i] += parts[w][i][threadIdx.x];
+  __syncthreads();
+}
+
+// Sums in order: of each utterance its frames in the tile, then all its states, as far as they are wanted; the last
+// goes first, as what wrote the rows left the last of them in the L2 cache. The rows of a frame are known, those of a
+// state are looked for in the utterance's frames, 16 at once a half warp: with narrow bands most frames have none.
+extern "C" __global__ void __launch_bounds__(kSlice, kSumBlocks) joint_backward(const __grid_constant__ JointParams p) {
+  const int lane = threadIdx.x, half = lane & kSumLanes, in_half = lane % kSumLanes;
+  const int streams = 2 * blockDim.y, stream = 2 * threadIdx.y + lane / kSumLanes;  // half warps of a sum
+  const Rows& rows = p.rows;
+  const Tile& tile = p.tile;
+  const auto frame_start = [&](i64 b) { return min(max(rows.frame_start_b[b], tile.frame_begin), tile.frame_end); };
+  const auto sum_start = [&](i64 b) {
+    return (p.grad_encoder ? frame_start(b) : 0) + (p.grad_predictor ? rows.state_start_b[b] : 0);
+  };
+  const i64 first_b = rows.utterance_f[tile.frame_begin], end_b = rows.utterance_f[tile.frame_end - 1] + 1;
+  const i64 number = sum_start(end_b) - 1 - (static_cast<i64>(blockIdx.x) * blockDim.z + threadIdx.z);
+  if (number < sum_start(first_b)) return;
+  const int b = static_cast<int>(find_start(sum_start, number, first_b, end_b));
+  const i64 first_frame = rows.frame_start_b[b], frame_begin = frame_start(b), frame_end = frame_start(b + 1);
+  const i64 in_utterance = number - sum_start(b), n_frames = p.grad_encoder ? frame_end - frame_begin : 0;
+  const i64 frame = frame_begin + in_utterance;
+  u32 of_frame = in_utterance < n_frames;
+  u32 own = static_cast<u32>(of_frame ? frame - first_frame : in_utterance - n_frames);  // t or u
+  const i64 sum_begin = rows.row_start_f[of_frame ? frame : first_frame];
+  const i64 sum_end = rows.row_start_f[of_frame ? frame + 1 : rows.frame_start_b[b + 1]];
+  const bool begins = sum_begin >= tile.row_begin, ends = sum_end <= tile.row_end;
+  const int turn = begins && ends ? 0 : static_cast<int>(tile.row_begin / p.tile_rows % 2);  // of the carry to read
+  // its terms: the n rows from `begin` on, or of the n frames from `begin` on those that have one
+  const i64 begin = of_frame ? max(sum_begin, tile.row_begin) : frame_begin;
+  const int n = static_cast<int>((of_frame ? min(sum_end, tile.row_end) : frame_end) - begin);
+  const int other = static_cast<int>(of_frame ? rows.lo_f[frame] + begin - sum_begin : begin - first_frame);  // u or t
+  if (n <= 0) return;
+  const auto row_at = [&](int k) {  // of the k-th term, in the tile; or -1
+    if (k >= n) return -1;
+    if (of_frame) return static_cast<int>(begin - tile.row_begin) + k;
+    const i64 first = rows.row_start_f[begin + k], row = first + own - rows.lo_f[begin + k];
+    const i64 row_begin = max(first, tile.row_begin), row_end = min(rows.row_start_f[begin + k + 1], tile.row_end);
+    return row >= row_begin && row < row_end ? static_cast<int>(row - tile.row_begin) : -1;
+  };
+
+  for (int slice = blockIdx.y; slice < kSlices; slice += gridDim.y) {
+    const int column = slice * kSlice + in_half * kVector, n_left = kWidth - column;
+    Acc shared[kVector] = {}, sum[kVector] = {};
+    if (kSmooth && n_left > 0) {
+      const State* states = of_frame ? encoder_row(p, b, own) : predictor_row(p, b, own);
+      load_vector<kWide>(states + column, n_left, Acc(0), shared);
+    }
+    for (int base = 0; base < n; base += streams * kSumLanes) {
+      const int found = row_at(base + in_half * streams + stream);
+      const u32 hits = __ballot_sync(kFullWarp, found >= 0);
+      u32 left = hits & 0xffffu << half;  // lanes of this half with a row to add
+      const auto next = [&] {
+        const int source = __ffs(left) - 1;
+        const int in_tile = __shfl_sync(kFullWarp, found, source & (kWarp - 1));
+        left &= left - 1;
+        const int k = other + base + (source - half) * streams + stream;
+        const State* states = nullptr;
+        if (kSmooth && source >= 0) states = of_frame ? predictor_row(p, b, k) : encoder_row(p, b, k);
+        return Term{source >= 0, in_tile, states};
+      };
+      int most = max(__popc(hits & 0xffffu), __popc(hits >> kSumLanes));
+      for (; most > kFew; most -= kInFlight) add_terms<kInFlight>(p, column, shared, next, sum);
+      if (most > 0) add_terms<kFew>(p, column, shared, next, sum);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum[i] += __shfl_xor_sync(kFullWarp, sum[i], kSumLanes);
+    if (blockDim.y > 1) join_warps(sum);
+    hold_back(of_frame), hold_back(own);
+    if (threadIdx.y || half || n_left <= 0) continue;
+    Acc* carry = of_frame ? p.encoder_carry : p.predictor_carry + static_cast<i64>(own) * kWidth;
+    const i64 carry_size = of_frame ? kWidth : p.predictor_carry_size;
+    if (!begins) {
+      Acc before[kVector];
+      load_vector<kWide>(carry + turn * carry_size + column, n_left, Acc(0), before);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[i] += before[i];
+    }
+    if (ends) {
+      State* grad = of_frame ? p.grad_encoder : p.grad_predictor;
+      const i64 row = (of_frame ? p.encoder_grad_row_b : p.predictor_grad_row_b)[b] + own;
+      const Acc scale = *p.grad_scale;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[i] *= scale;
+      store_vector<kWide>(grad + row * kWidth + column, n_left, sum);
+    } else {
+      store_vector<kWide>(carry + (1 - turn) * carry_size + column, n_left, sum);
+    }
+  }
 }

@@ -13,8 +13,8 @@ __device__ __forceinline__ u32 spread_signs(u32 x) {
 #endif
 }
 
-// The compiler must have x as it is here: it cannot unpack it earlier, where that takes more registers.
-__device__ __forceinline__ void keep_packed(u32& x) {
+// What depends on x is computed after this, not earlier, where it would take more registers.
+__device__ __forceinline__ void hold_back(u32& x) {
 #ifndef FRNNT_CPU_SHIM
   asm("" : "+r"(x));
 #endif

@@ -23,13 +23,14 @@ struct Place {
   int b, t, u, states;  // states == U1_b
 };
 
-// The last i in [begin, end) with start[i] <= value, by all lanes of a warp together; begin is one.
-__device__ __forceinline__ i64 find_start(const i64* start, i64 value, i64 begin, i64 end) {
+// The last i in [begin, end) with start(i) <= value, by all lanes of a warp together; begin is one.
+template <class StartOf>
+__device__ __forceinline__ i64 find_start(StartOf start, i64 value, i64 begin, i64 end) {
   const int lane = threadIdx.x % kWarp;
   while (end - begin > 1) {
     const i64 step = (end - begin + kWarp - 1) / kWarp;
     const i64 probe = begin + lane * step;
-    const u32 below = __ballot_sync(kFullWarp, probe < end && start[probe] <= value);
+    const u32 below = __ballot_sync(kFullWarp, probe < end && start(probe) <= value);
     const i64 first = begin + (__popc(below) - 1) * step;  // lane 0 always holds
     end = first + step < end ? first + step : end;
     begin = first;
@@ -37,7 +38,7 @@ __device__ __forceinline__ i64 find_start(const i64* start, i64 value, i64 begin
   return begin;
 }
 __device__ __forceinline__ i64 find_frame(const Rows& rows, i64 row, i64 begin, i64 end) {
-  return find_start(rows.row_start_f, row, begin, end);
+  return find_start([&](i64 i) { return rows.row_start_f[i]; }, row, begin, end);
 }
 
 __device__ __forceinline__ Place place_of(const Rows& rows, i64 frame, i64 row) {

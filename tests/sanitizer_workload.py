@@ -7,6 +7,7 @@ import cupy
 import numpy as np
 
 import flash_rnnt_cupy as frc
+from flash_rnnt_cupy.backends.cuda import stages
 
 FRAMES, LABELS = np.array([5, 1, 7]), np.array([3, 0, 9])
 
@@ -33,7 +34,7 @@ def main() -> None:
         shapes = ((3, 7, H), (3, 10, H), (V, H), (V,))
         arrays = [exact(random.normal(size=shape).astype(dtype)) for shape in shapes]
         labels = random.integers(0, V - 1, (3, 9))
-        for tile_rows in (4, 7, None):
+        for tile_rows, stages.SHORT_SUM, stages.LONG_SUM in ((4, 9, 9), (7, 0, 9), (None, 0, 0)):
             losses, gradients = frc.joint_rnnt_loss_and_grad(
                 *arrays,
                 labels,

@@ -131,7 +131,7 @@ def test_the_launches_of_a_fused_step() -> None:
     assert device.records["score"]["threshold"] == 6554
     device.names.clear()
     gradients = pipeline.backward(saved, device.array((2,), "float64"), frozenset(case.shapes))
-    tile = ["grad_scores", "gemm", "gemm", "encoder_gradient", "predictor_gradient"]
+    tile = ["grad_scores", "gemm", "gemm", "joint_backward"]
     n_tiles = -(-plan.rows.n_rows // 20_000)
     after_last = [*tile[:1], "bias_add", *tile[1:]]
     expected = ["posteriors", "split_upstream", *tile * (n_tiles - 1), *after_last, "convert", "convert"]

@@ -32,8 +32,7 @@ class Budget(NamedTuple):
 # resident, at 128 half as many; a block of 1024 threads cannot have more than 64.
 BUDGET = {
     "joint_forward": (Budget(56), Budget(80)),
-    "encoder_gradient": (Budget(96), Budget(152)),
-    "predictor_gradient": (Budget(96), Budget(144, 12)),
+    "joint_backward": (Budget(96), Budget(160)),
     "normalize_forward": (Budget(128), Budget(255, 36)),
     "normalize_backward": (Budget(168), Budget(255, 336)),
     "bias_partials": (Budget(64), Budget(64)),

@@ -19,7 +19,7 @@ import pytest
 
 from flash_rnnt_cupy import api, backends, validate
 from flash_rnnt_cupy.backends import Backend, Lattice
-from flash_rnnt_cupy.backends.cuda import facts
+from flash_rnnt_cupy.backends.cuda import facts, stages
 from flash_rnnt_cupy.plan import Plan, accumulator_dtype, make_plan
 from flash_rnnt_cupy.problem import Form, Inputs, Options, Problem
 from flash_rnnt_cupy.topology import Topology
@@ -205,6 +205,7 @@ class Walk:
 
     def backward(self, calls: list[Any]) -> None:
         sums = [side.zeroed_sums(call) for side, call in zip(self.sides, calls, strict=True)]
+        alone = self.ours.zeroed_sums(calls[0])
         for tile in self.ours.plan.cut(calls[0].rows):
             scores, grad_hidden = self.draw(tile.n_rows, self.case.V, 3.0), self.draw(tile.n_rows, self.case.H)
             logits = [side.take("tile logits", scores) for side in self.sides]
@@ -219,8 +220,12 @@ class Walk:
             for side, call, z, h, bits, total in given:
                 side.backend.normalize_backward(call, tile, z, side.lattice, z, total.get("bias"))
                 side.backend.joint_backward(call, tile, h, bits, total["encoder"], total["predictor"])
+            for wanted in ((alone["encoder"], None), (None, alone["predictor"])):
+                self.ours.backend.joint_backward(calls[0], tile, hidden[0], active[0], *wanted)
             unit, exact = (z[: tile.n_rows, : self.case.V].astype(np.float64) for z in logits)
             self.compare("gradient of logits", unit, exact / UNIT, self.work)
+        for name in ("encoder", "predictor"):
+            np.testing.assert_array_equal(alone[name], sums[0][name])
         for name in sorted(self.ours.wanted - {"weight"}):
             gradients = [
                 side.finished(call, name, total[name])
@@ -239,6 +244,15 @@ def walk(case: Case, reverse: bool) -> list[Array]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_stage_is_the_numpy_stage_in_either_order(case: Case) -> None:
+    for there, back in zip(walk(case, False), walk(case, True), strict=True):
+        np.testing.assert_array_equal(there, back)
+
+
+@pytest.mark.parametrize("bounds", [(0, 0), (0, 1 << 20), (1 << 20, 1 << 20)], ids=["block", "warps", "warp"])
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4]], ids=str)
+def test_sums_of_any_length(case: Case, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "SHORT_SUM", bounds[0])
+    monkeypatch.setattr(stages, "LONG_SUM", bounds[1])
     for there, back in zip(walk(case, False), walk(case, True), strict=True):
         np.testing.assert_array_equal(there, back)
 

@@ -40,7 +40,9 @@ from flash_rnnt_cupy.problem import ITEMSIZE, Form, Inputs, Problem
 
 THREADS = 256
 JOINT_ROWS = 32  # rows of a block of joint_forward: 8 warps of kRowsPerWarp
-SLICE_COLUMNS = 128  # of a warp of joint_backward and a block of predictor_gradient
+SUM_WARPS = 4  # of a block of joint_backward: kSumWarps
+SLICE_COLUMNS = 128  # that it sums at once: kSlice
+SHORT_SUM, LONG_SUM = 16, 128  # rows, from which a sum has a warp for each slice of columns, and a block
 SUM_COLUMNS = 256  # columns of a block of bias sums: 32 lanes x 8
 WARPS = THREADS // 32
 MAX_THREADS = 1024
@@ -253,19 +255,18 @@ def joint_backward(
     grad_predictor: DeviceArray | None,
 ) -> None:
     """Writes the gradients that the tile completes, the rest goes to the next."""
-    slices = -(-call.problem.joint_width // SLICE_COLUMNS)
-    if grad_encoder is not None:
-        warps = (tile.frame_end - tile.frame_begin) * slices
-        launch = _joint_launch(call, "encoder_gradient", grad_hidden, active, grad_encoder=grad_encoder)
-        launch(tile, (-(-warps // WARPS),), (THREADS,))
-    if grad_predictor is not None:
-        packing = call.rows.packing
-        n_states = 0
-        if tile.n_rows:
-            first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
-            n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
-        launch = _joint_launch(call, "predictor_gradient", grad_hidden, active, grad_predictor=grad_predictor)
-        launch(tile, (n_states, slices), (SLICE_COLUMNS,))
+    launch = _joint_launch(call, "joint_backward", grad_hidden, active, grad_encoder, grad_predictor)
+    if not tile.n_rows:
+        return
+    packing, n_frames = call.rows.packing, tile.frame_end - tile.frame_begin
+    first, last = packing.utterance_f[tile.frame_begin], packing.utterance_f[tile.frame_end - 1]
+    n_states = int(packing.state_start_b[last + 1] - packing.state_start_b[first])
+    n_sums = n_frames * (grad_encoder is not None) + n_states * (grad_predictor is not None)
+    slices = min(-(-call.problem.joint_width // SLICE_COLUMNS), MAX_GRID_Y)
+    rows = tile.n_rows // min(n_frames, n_states)  # of a sum, in the mean of the kind that has more
+    warps = SUM_WARPS if rows >= LONG_SUM else 1
+    grid = -(-n_sums * warps // SUM_WARPS), slices if rows >= SHORT_SUM else 1
+    launch(tile, grid, (32, warps, SUM_WARPS // warps))
 
 
 def product(call: CudaCall, hidden: DeviceArray, logits: DeviceArray, n_rows: int) -> None:
