@@ -237,6 +237,7 @@ __device__ __forceinline__ void join_warps(Acc (&sum)[kVector]) {
 // goes first, as what wrote the rows left the last of them in the L2 cache. The rows of a frame are known, those of a
 // state are looked for in the utterance's frames, 16 at once a half warp: with narrow bands most frames have none.
 extern "C" __global__ void __launch_bounds__(kSlice, kSumBlocks) joint_backward(const __grid_constant__ JointParams p) {
+  let_next_begin();
   const int lane = threadIdx.x, half = lane & kSumLanes, in_half = lane % kSumLanes;
   const int streams = 2 * blockDim.y, stream = 2 * threadIdx.y + lane / kSumLanes;  // half warps of a sum
   const Rows& rows = p.rows;

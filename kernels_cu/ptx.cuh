@@ -20,6 +20,13 @@ __device__ __forceinline__ void hold_back(u32& x) {
 #endif
 }
 
+// The next kernel may begin where it was launched early, as soon as all blocks of this one have come here.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // 2^x and log2(x) by the special function unit: 2 ulp, subnormals flushed to zero.
 __device__ __forceinline__ float exp2_unit(float x) {
 #ifdef FRNNT_CPU_SHIM
