@@ -11,7 +11,7 @@
 
 typedef ACCUMULATOR Acc;
 constexpr int kColumnLimit = 32;
-constexpr int kRun = 4;  // frames that a thread of start_rows adds up by itself
+constexpr int kRun = 4;  // frames that a thread of start_rows has in work
 
 struct SelectParams {
   const i64* node_start_b;   // [B + 1]
@@ -70,37 +70,39 @@ extern "C" __global__ void __launch_bounds__(1024) start_rows(const __grid_const
   __shared__ i64 rows_w[kWarp];
   __shared__ double dropped_w[kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  i64 counts[kRun];
+  i64 frame = warp * kRun * kWarp + lane, counts[kRun];  // a warp's frames stand together, those of a run kWarp apart
   double masses[kRun];
-  const auto load = [&](i64 frame) {
+  const auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      const bool exists = frame + i < p.n_frames;
-      counts[i] = exists ? p.row_start_f[frame + i + 1] : 0;
-      masses[i] = exists ? p.dropped_f[frame + i] : 0;
+      const bool exists = frame + i * kWarp < p.n_frames;
+      counts[i] = exists ? p.row_start_f[frame + i * kWarp + 1] : 0;
+      masses[i] = exists ? p.dropped_f[frame + i * kWarp] : 0;
     }
   };
-  load(kRun * threadIdx.x);
+  load();
   i64 rows = 0;  // of the frames before those in work
   double dropped = 0;
   for (i64 base = 0; base < p.n_frames; base += kRun * blockDim.x) {
-    const i64 frame = base + kRun * threadIdx.x;
-    i64 ends[kRun], own = 0;
+    i64* const starts = p.row_start_f + frame + 1;
+    const i64 n_left = p.n_frames - frame;
+    i64 ends[kRun], through = 0;  // of the warp's frames
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      ends[i] = own += counts[i];
+      ends[i] = through + warp_scan(counts[i]);
+      through = __shfl_sync(kFullWarp, ends[i], kWarp - 1);
       dropped += masses[i];
     }
-    load(frame + kRun * blockDim.x);  // on their way while the block adds these up
-    const i64 through = warp_scan(own);
-    if (lane == kWarp - 1) rows_w[warp] = through;
+    frame += kRun * blockDim.x;
+    load();  // on their way while the block adds these up
+    if (lane == 0) rows_w[warp] = through;
     __syncthreads();
     const i64 of_warp = rows_w[lane], through_warps = warp_scan(of_warp);
-    const i64 before = rows + __shfl_sync(kFullWarp, through_warps - of_warp, warp) + through - own;
+    const i64 before = rows + __shfl_sync(kFullWarp, through_warps - of_warp, warp);
     rows += __shfl_sync(kFullWarp, through_warps, kWarp - 1);
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
-      if (frame + i < p.n_frames) p.row_start_f[frame + i + 1] = before + ends[i];
+      if (i * kWarp < n_left) starts[i * kWarp] = before + ends[i];
     __syncthreads();
   }
   dropped = warp_sum(dropped);
