@@ -37,3 +37,22 @@ __device__ __forceinline__ float exp2_unit(float x) {
   return y;
 #endif
 }
+
+// to = exists ? *from : 0, at the latest when end_copies returns; to shared memory in the background.
+template <bool kShared, class T>
+__device__ __forceinline__ void begin_copy(T* to, const T* from, bool exists) {
+#if !defined(FRNNT_CPU_SHIM) && __CUDA_ARCH__ >= 800
+  if (kShared) {
+    const u32 address = static_cast<u32>(__cvta_generic_to_shared(to)), bytes = exists ? sizeof(T) : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(int(sizeof(T))),
+                 "r"(bytes) : "memory");
+    return;
+  }
+#endif
+  *to = exists ? *from : T(0);
+}
+__device__ __forceinline__ void end_copies() {
+#if !defined(FRNNT_CPU_SHIM) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}

@@ -15,4 +15,4 @@ constexpr bool kArcMayEnd[] = ARC_MAY_END;
 constexpr int kGroups = sizeof(kGroupStart) / sizeof(int);
 constexpr int kColumns = sizeof(kColumnLogit) / sizeof(int);
 constexpr int kArcs = sizeof(kArcDt) / sizeof(int);
-constexpr int kReach = ARC_REACH, kRing = kReach + 1;
+constexpr int kReach = ARC_REACH;

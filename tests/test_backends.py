@@ -15,8 +15,8 @@ from flash_rnnt_cupy.backends.cuda import tables
 from flash_rnnt_cupy.backends.cuda.facts import H200, PERIOD, diagonals
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, contiguous_strides
 from flash_rnnt_cupy.dtypes import numpy_dtype
-from flash_rnnt_cupy.plan import Packing
-from flash_rnnt_cupy.problem import Form, Inputs, Options, Problem
+from flash_rnnt_cupy.plan import Packing, accumulator_dtype
+from flash_rnnt_cupy.problem import ITEMSIZE, Form, Inputs, Options, Problem
 from flash_rnnt_cupy.topology import RNNT
 
 ONE = np.ones(1, np.int64)
@@ -122,13 +122,13 @@ def test_band_tables_come_back_as_rows() -> None:
     assert dropped == 0.25
 
 
-@pytest.mark.parametrize("diagonals_that_fit", [0, 2, 3, 4, 5, 9, 10, 17, 18, 1000])
-def test_the_period_of_alpha_is_the_largest_power_of_two_that_fits(diagonals_that_fit: int) -> None:
+@pytest.mark.parametrize("rows_that_fit", [0, 4, 5, 7, 8, 14, 26, 49, 50, 1000])
+def test_the_period_of_alpha_is_the_largest_power_of_two_that_fits(rows_that_fit: int) -> None:
     problem, _ = cuda_problem(Form.LOGITS, {"logits": (82, 9)})
-    longest = int(LABELS.max()) + 1
-    found = diagonals(8 * longest * diagonals_that_fit, problem, Packing(FRAMES, LABELS))
-    assert (found.max_states, found.ring) == (longest, 2)
-    assert found.shared == (diagonals_that_fit >= 3)
-    periods = [period for period in (1, 2, 4, 8, 16) if found.ring + period <= diagonals_that_fit or not found.shared]
-    assert found.period == max(periods)
-    assert max(periods) <= PERIOD
+    columns = 2 * ITEMSIZE[accumulator_dtype(problem.dtype)] // 8  # in numbers of 8 bytes
+    rows = {period: period + 2 + 2 * period * columns for period in (1, 2, 4, 8, 16)}
+    found = diagonals(8 * 34 * rows_that_fit, problem, Packing(FRAMES, LABELS))
+    assert (found.threads, found.pitch) == (32, 34)
+    assert found.shared == (rows[1] <= rows_that_fit)
+    assert found.period == max(p for p in rows if rows[p] <= rows_that_fit or not found.shared) <= PERIOD
+    assert found.words == 34 * rows[found.period]

@@ -22,7 +22,7 @@ from flash_rnnt_cupy.backends import Backend, Lattice
 from flash_rnnt_cupy.backends.cuda import facts, stages
 from flash_rnnt_cupy.plan import Plan, accumulator_dtype, make_plan
 from flash_rnnt_cupy.problem import Form, Inputs, Options, Problem
-from flash_rnnt_cupy.topology import Topology
+from flash_rnnt_cupy.topology import RNNT, Topology
 from tests import shim
 from tests.conftest import BackendUnderTest
 from tests.oracles.checks import assert_close
@@ -280,20 +280,23 @@ def test_no_stage_reads_or_writes_out_of_bounds() -> None:
 LONG, MANY = (41, 1, 20, 3, 17), (11, 5, 0, 19, 14)  # frames and labels: several periods, and less than one
 
 
-def recursion(backend: Backend, topology: Topology, dtype: str) -> tuple[Array, Array, int]:
+def recursion(
+    backend: Backend, topology: Topology, dtype: str, frames: tuple[int, ...] = LONG, labels: tuple[int, ...] = MANY
+) -> tuple[Array, Array, int]:
     """Log-likelihoods and posteriors of the same random columns, and how many numbers of alpha were kept."""
-    problem = Problem(Form.LOGITS, topology, np.array(LONG), np.array(MANY), 9, 0, dtype, {}, options=Options())
+    problem = Problem(Form.LOGITS, topology, np.array(frames), np.array(labels), 9, 0, dtype, {}, options=Options())
     plan = make_plan(problem, backend.facts, gradients=frozenset({"logits"}))
     columns = np.random.default_rng(0).uniform(-3, -0.1, plan.account["scores"].shape).astype(dtype)
-    call = backend.begin(plan, Inputs(np.zeros((len(LONG), max(MANY)), np.int64), logits=columns), backend.allocate, {})
+    targets = np.zeros((len(frames), max(labels)), np.int64)
+    call = backend.begin(plan, Inputs(targets, logits=columns), backend.allocate, {})
     alpha = np.full(plan.account["alpha"].shape, np.nan)
-    lattice, log_likelihood_b = Lattice(columns, None, alpha), np.full(len(LONG), np.nan)
+    lattice, log_likelihood_b = Lattice(columns, None, alpha), np.full(len(frames), np.nan)
     backend.sum_alignments(call, lattice, log_likelihood_b)
     backend.posteriors(call, lattice, log_likelihood_b)
     return log_likelihood_b, columns, alpha.size
 
 
-@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 0])
+@pytest.mark.parametrize("shared_bytes", [2 * SHARED_BYTES, 0])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("topology", [case.topology for case in TOPOLOGIES.values()], ids=TOPOLOGIES.keys())
 def test_alpha_of_few_diagonals_gives_the_bits_of_all(
@@ -311,6 +314,15 @@ def test_alpha_of_few_diagonals_gives_the_bits_of_all(
             assert kept <= topology.reach * (n_nodes // period + sum(MANY) + len(MANY))
             for ours, same in zip(few, every, strict=True):
                 np.testing.assert_array_equal(ours, same)
+
+
+@pytest.mark.parametrize("shared_bytes", [4 * SHARED_BYTES, 0])
+@pytest.mark.parametrize("frames", [(3, 2), (0, 20)])
+def test_a_thread_has_several_states_where_a_block_has_too_few(frames: tuple[int, ...], shared_bytes: int) -> None:
+    sides = backends.load("numpy", "cpu"), make_numpy_backend(shared_bytes=shared_bytes)
+    expected, ours = (recursion(side, RNNT, "float64", frames, (1100, 2)) for side in sides)
+    for found, truth in zip(ours[:2], expected[:2], strict=True):
+        assert_close(found, truth, rtol=1e-12, atol=1e-9)
 
 
 # ---- the shared suite ------------------------------------------------------------------------------------------------

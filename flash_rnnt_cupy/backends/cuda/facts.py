@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from flash_rnnt_cupy.backends.cuda.tables import band_words, index_words
 from flash_rnnt_cupy.plan import DeviceFacts, Life, Packing, Part, accumulator_dtype
-from flash_rnnt_cupy.problem import Form, Problem
+from flash_rnnt_cupy.problem import ITEMSIZE, Form, Problem
 from flash_rnnt_cupy.topology import RNNT
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # of normalize_backward; each keeps partial sums of the bias gradient
+MAX_THREADS = 1024
 PERIOD = 16  # anti-diagonals; alpha is kept of one in so many
 
 # Of the fused kernels, see fused.cuh.
@@ -52,27 +53,39 @@ def _against_fused(capability: str, wanted: bool, problem: Problem) -> tuple[str
 class Diagonals(NamedTuple):
     """How the recursion keeps its sums.
 
-    max_states  of a diagonal, max U1
-    ring        diagonals that a step looks at: reach + 1
+    threads     of a block
+    pitch       from a diagonal to the next: its states, and one on either side
     period      a power of two: alpha is kept of ``reach`` diagonals in every ``period``, and computed anew a period
                 at a time
-    shared      whether a block's ring and period fit shared memory
+    words       of 8 bytes that a block needs: sums of a period and what is next to it, columns of two periods
+    shared      whether they fit shared memory
     """
 
-    max_states: int
-    ring: int
+    threads: int
+    pitch: int
     period: int
+    words: int
     shared: bool
 
 
 def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonals:
     """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD."""
     max_states, reach = int(packing.states_b.max(initial=1)), problem.topology.reach
-    least, ring = _power_of_two(reach), reach + 1
-    fitting = shared_bytes // (8 * max_states) - ring
-    shared = fitting >= least
-    wanted = max(PERIOD, least)
-    return Diagonals(max_states, ring, min(_power_of_two(fitting + 1) // 2, wanted) if shared else wanted, shared)
+    columns = len(problem.topology.columns) * ITEMSIZE[accumulator_dtype(problem.dtype)]
+    least = _power_of_two(reach)
+    period = wanted = max(PERIOD, least)
+    unit = max(wanted, 32)
+    threads = min(-(-max_states // unit) * unit, MAX_THREADS)
+    pitch = max(max_states, threads) + 2
+
+    def words(period: int) -> int:
+        return (period + 2 * reach + 2 * period * columns // 8) * pitch
+
+    while period > least and 8 * words(period) > shared_bytes:
+        period //= 2
+    shared = 8 * words(period) <= shared_bytes
+    period = period if shared else wanted
+    return Diagonals(threads, pitch, period, words(period), shared)
 
 
 def _power_of_two(n: int) -> int:
@@ -96,15 +109,15 @@ def _scratch(
 ) -> tuple[Part, ...]:
     dtype, fused = accumulator_dtype(problem.dtype), not against_fused(problem)
     parts = [Part("index tables", (sum(index_words(problem, packing).values()),), "int64", Life.SAVED)]
-    longest, ring, period, shared = diagonals(shared_bytes, problem, packing)
-    if not shared:
-        parts.append(Part("recursion diagonals", (problem.batch, ring + period, longest), "float64", Life.TILE))
+    recursion = diagonals(shared_bytes, problem, packing)
+    if not recursion.shared:
+        parts.append(Part("recursion diagonals", (problem.batch, recursion.words), "float64", Life.TILE))
     if gradients:
         parts.append(Part("upstream", (problem.batch + 1,), dtype, Life.BACKWARD))
     if gradients and problem.form is Form.JOINT and problem.options.min_occupancy > 0:
         parts.append(Part("band tables", (sum(band_words(packing).values()),), "int64", Life.BACKWARD))
         parts.append(Part("dropped posteriors", (packing.n_frames,), "float64", Life.BACKWARD))
-    width = problem.joint_width
+    width, longest = problem.joint_width, int(packing.states_b.max(initial=1))
     for name, carry in (("encoder", (2, width)), ("predictor", (2, longest, width))):
         if name in gradients and problem.form is Form.JOINT:
             parts.append(Part(f"{name} carry", carry, dtype, Life.BACKWARD))

@@ -104,9 +104,10 @@ def recursion_record(acc: str) -> np.dtype[Any]:
         ("losses_b", "pointer"),
         ("diagonals", "pointer"),
         ("n_nodes", np.int64),
-        ("emit_weight", np.float64),
+        ("block_words", np.int64),
+        ("emit_weight", "acc"),
         ("period", np.int32),
-        ("max_states", np.int32),
+        ("pitch", np.int32),
         ("batch", np.int32),
         ("zero_infinity", np.int32),
     )

@@ -18,7 +18,7 @@ from flash_rnnt_cupy.backends import Allocate, Lattice
 from flash_rnnt_cupy.backends.cuda import tables
 from flash_rnnt_cupy.backends.cuda.compiler import ModuleSpec
 from flash_rnnt_cupy.backends.cuda.driver import Driver, Grid, Record
-from flash_rnnt_cupy.backends.cuda.facts import BLOCKS_PER_MULTIPROCESSOR, diagonals
+from flash_rnnt_cupy.backends.cuda.facts import BLOCKS_PER_MULTIPROCESSOR, MAX_THREADS, diagonals
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
 from flash_rnnt_cupy.backends.cuda.specs import (
     CONVERT_RECORD,
@@ -45,7 +45,6 @@ SLICE_COLUMNS = 128  # that it sums at once: kSlice
 SHORT_SUM, LONG_SUM = 16, 128  # rows, from which a sum has a warp for each slice of columns, and a block
 SUM_COLUMNS = 256  # columns of a block of bias sums: 32 lanes x 8
 WARPS = THREADS // 32
-MAX_THREADS = 1024
 MAX_GRID_Y = 65_535
 FORWARD_BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -432,7 +431,7 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
     problem = call.problem
     if problem.batch == 0:
         return
-    max_states, ring, period, shared = diagonals(call.plan.facts.shared_bytes, problem, call.plan.rows.packing)
+    threads, pitch, period, words, shared = diagonals(call.plan.facts.shared_bytes, problem, call.plan.rows.packing)
     memory = None if shared else call.take("recursion diagonals")  # kept until the launch
     record = np.zeros(1, recursion_record(call.acc))
     fill(
@@ -446,16 +445,15 @@ def _recursion(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray, 
             "log_likelihood_b": log_likelihood_b.pointer,
             "diagonals": _pointer(memory),
             "n_nodes": call.plan.rows.n_rows,
+            "block_words": words,
             "emit_weight": 1 + problem.options.fastemit_lambda,
             "period": period,
-            "max_states": max_states,
+            "pitch": pitch,
             "batch": problem.batch,
         },
     )
-    threads = min(-(-max_states // 32) * 32, MAX_THREADS)
-    slots = ring + period if entry == "posteriors" else ring
     spec = recursion_spec(problem.topology, call.acc)
-    call.run(spec, entry, (problem.batch,), (threads,), record, 8 * slots * max_states if shared else 0)
+    call.run(spec, entry, (problem.batch,), (threads,), record, 8 * words if shared else 0)
 
 
 def sum_alignments(call: CudaCall, lattice: Lattice, log_likelihood_b: DeviceArray) -> None:
