@@ -141,15 +141,18 @@ class Call:
         if self.weights_b is None:
             return losses
         weight = self._common_weight
-        return (losses * (self.weights(losses) if weight is None else weight)).sum()
+        if weight is None:
+            return (losses * self.weights(losses)).sum()
+        return losses.mean() if weight == 1 / len(losses) else losses.sum() * weight
 
     def upstream(self, grad: Tensor) -> Tensor:
         """Gradients of the losses [B], in float64, from that of what `reduce` gives."""
         if self.weights_b is None:
             return grad.to(torch.float64)
-        weight = self._common_weight
-        weighted = (grad * (self.weights(grad) if weight is None else weight)).to(torch.float64)
-        return weighted.expand(len(self.weights_b))
+        if self._common_weight is None:
+            return grad.to(torch.float64) * self.weights(grad.new_empty(0, dtype=torch.float64))
+        weight = torch.tensor(self._common_weight, dtype=torch.float64)  # on the host: one operation with it
+        return (grad * weight).expand(len(self.weights_b))
 
     @cached_property
     def _common_weight(self) -> float | None:

@@ -1,7 +1,9 @@
-// What       the weight as score_sm90.cu and grad_sm90.cu read it, and the bias as they add it
+// What       the weight as score_sm90.cu and grad_sm90.cu read it and as it is multiplied elsewhere, and the bias as
+//            they add it
 // Grid       16 bytes of the slabs a thread; bias: the first threads
 // Reads      weight [V, H], bias [V] PARAMETER
-// Writes     slabs [kPanels, kSlabs, 128 rows, 64] STATE, zero beyond V and H;  panel_bias [kPanels * 128]
+// Writes     slabs [kPanels, kSlabs, 128 rows, 64] STATE, zero beyond V and H;  panel_bias [kPanels * 128];  multiplied
+//            [V, H] STATE
 // Order      row 32 g + 8 m + 2 q + c of a slab holds column 32 g + 8 q + 2 m + c of its panel, so that a lane's
 //            accumulators are neighbours; 16-byte chunk c of row r stands at chunk c ^ (r % 8), as matrix_descriptor says
 // Constants  STATE, PARAMETER;  WIDTH, VOCABULARY
@@ -18,6 +20,7 @@ struct PackParams {
   const Parameter* bias;  // or null
   State* slabs;
   float* panel_bias;
+  State* multiplied;      // or null
   float keep;
 };
 
@@ -37,4 +40,6 @@ extern "C" __global__ void __launch_bounds__(256) pack(const __grid_constant__ P
   for (int i = 0; i < kVector; ++i)
     x[i] = v < kVocabulary && column + i < kWidth ? widen<float>(p.weight[v * kWidth + column + i]) : 0.f;
   store_vector<true>(p.slabs + at * kVector, kVector, x);
+  if (p.multiplied && v < kVocabulary && column < kWidth)
+    store_vector<kWidth % kVector == 0>(p.multiplied + v * kWidth + column, kWidth - column, x);
 }

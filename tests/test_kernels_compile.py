@@ -42,7 +42,7 @@ BUDGET = {
     "posteriors": (Budget(64), Budget(64, 300)),
     "losses": (Budget(16), Budget(16)),
     "select_rows": (Budget(48), Budget(48)),
-    "start_rows": (Budget(48), Budget(48)),
+    "start_rows": (Budget(56), Budget(56)),
     "convert": (Budget(24), Budget(32)),
     "split_upstream": (Budget(32), Budget(40)),
     # 512 threads have 128 registers each at entry; roles then trade them. What spills is the builder's.

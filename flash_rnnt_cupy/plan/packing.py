@@ -62,6 +62,11 @@ class Packing:
         return self.labels_b + 1
 
     @cached_property
+    def max_states(self) -> int:
+        """The largest U1_b; 1 for an empty batch."""
+        return int(self.states_b.max(initial=1))
+
+    @cached_property
     def node_start_b(self) -> Lengths:
         """First node of each utterance."""
         return starts(self.frames_b * self.states_b)

@@ -34,9 +34,7 @@ def _begin(
     kept: Mapping[str, DeviceArray],
 ) -> stages.CudaCall:
     call = stages.begin(driver, multiprocessors, plan, inputs, allocate, kept)
-    if plan.fused:
-        fused_stages.pack_weight(call)
-    return call
+    return fused_stages.pack_parameters(call) if plan.fused else stages.convert_parameters(call)
 
 
 def make_backend(driver: Driver, facts: DeviceFacts, multiprocessors: int, allocate: Allocate) -> Backend:

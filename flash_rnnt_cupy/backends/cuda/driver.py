@@ -84,7 +84,7 @@ class _Config(ctypes.Structure):
     )
 
 
-PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+EARLY = ctypes.pointer(_Attribute(6, 1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 @functools.cache
@@ -100,10 +100,10 @@ def _kernel(spec: ModuleSpec, entry: str, record: Record, shared_bytes: int, ear
     import cupy  # noqa: PLC0415  CuPy is imported on demand
 
     device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
-    cupy.cuda.runtime.setDevice(device)  # binds its context to this thread, where no other call may have done so
+    if not cupy.cuda.driver.ctxGetCurrent():  # no call of this thread has bound the device's context to it
+        cupy.cuda.runtime.setDevice(device)
     function, launch_kernel = _function(spec, entry, device, shared_bytes), _launch_kernel()
-    attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-    config = _Config((), shared_bytes, stream, ctypes.pointer(attribute), int(early))
+    config = _Config((), shared_bytes, stream, EARLY, int(early))
     parameters = ctypes.c_void_p(record.ctypes.data)  # void*[1]
     arguments = ctypes.byref(config), function, ctypes.addressof(parameters), None
 
@@ -157,6 +157,9 @@ def _gemm(
     )
 
 
+_GAP = np.zeros(8, np.uint8)
+
+
 class _Staging:
     """Page-locked host memory for copies, used again once the device is done with it.
 
@@ -175,10 +178,8 @@ class _Staging:
                 self._in_flight.popleft()  # back to CuPy's pool
         nbytes = sum(whole_words(array.nbytes) for array in arrays)
         memory = cupy.cuda.alloc_pinned_memory(nbytes)
-        begin = 0
-        for array in filter(len, arrays):
-            np.frombuffer(memory, array.dtype, array.size, begin)[:] = array
-            begin += whole_words(array.nbytes)
+        pieces = [piece for array in arrays for piece in (array.view(np.uint8), _GAP[: -array.nbytes % 8])]
+        np.concatenate(pieces, out=np.frombuffer(memory, np.uint8, nbytes))
         stream = cupy.cuda.get_current_stream()
         runtime = cupy.cuda.runtime
         runtime.memcpyAsync(device.pointer, memory.ptr, nbytes, runtime.memcpyHostToDevice, stream.ptr)

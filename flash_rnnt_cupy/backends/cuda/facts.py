@@ -70,8 +70,13 @@ class Diagonals(NamedTuple):
 
 def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonals:
     """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD."""
-    max_states, reach = int(packing.states_b.max(initial=1)), problem.topology.reach
     columns = len(problem.topology.columns) * ITEMSIZE[accumulator_dtype(problem.dtype)]
+    return _diagonals(shared_bytes, packing.max_states, problem.topology.reach, columns)
+
+
+@functools.lru_cache(256)
+def _diagonals(shared_bytes: int, max_states: int, reach: int, columns: int) -> Diagonals:
+    """``columns``: bytes of a node's."""
     least = _power_of_two(reach)
     period = wanted = max(PERIOD, least)
     unit = max(wanted, 32)
@@ -117,8 +122,8 @@ def _scratch(
     if gradients and problem.form is Form.JOINT and problem.options.min_occupancy > 0:
         parts.append(Part("band tables", (sum(band_words(packing).values()),), "int64", Life.BACKWARD))
         parts.append(Part("dropped posteriors", (packing.n_frames,), "float64", Life.BACKWARD))
-    width, longest = problem.joint_width, int(packing.states_b.max(initial=1))
-    for name, carry in (("encoder", (2, width)), ("predictor", (2, longest, width))):
+    width = problem.joint_width
+    for name, carry in (("encoder", (2, width)), ("predictor", (2, packing.max_states, width))):
         if name in gradients and problem.form is Form.JOINT:
             parts.append(Part(f"{name} carry", carry, dtype, Life.BACKWARD))
     if "bias" in gradients and "bias" in problem.shapes:

@@ -6,6 +6,8 @@ They take the place of joint_forward, product and normalize_forward or normalize
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -14,33 +16,47 @@ from flash_rnnt_cupy.backends import Lattice
 from flash_rnnt_cupy.backends.cuda.facts import FUSED_SHARED_BYTES, STRIP_ROWS, item_panels, panels
 from flash_rnnt_cupy.backends.cuda.memory import DeviceArray, is_aligned
 from flash_rnnt_cupy.backends.cuda.specs import FUSED_RECORD, PACK_RECORD, fused_spec, pack_spec
-from flash_rnnt_cupy.backends.cuda.stages import THREADS, CudaCall, Launch, add_bias_partials, fill, states_fields
+from flash_rnnt_cupy.backends.cuda.stages import (
+    MULTIPLIED,
+    THREADS,
+    CudaCall,
+    Launch,
+    add_bias_partials,
+    fill,
+    states_fields,
+)
 from flash_rnnt_cupy.plan import Tile
 
 FUSED_THREADS = 512
 SLABS, PANEL_BIAS = "weight in slabs", "bias in panels"  # parts of the account
 
 
-def pack_weight(call: CudaCall) -> None:
-    """Weight and bias in the order in which the fused kernels read them, once a call."""
-    if SLABS in call.kept:
-        return
-    slabs = call.kept[SLABS] = call.take(SLABS)
-    panel_bias = call.kept[PANEL_BIAS] = call.take(PANEL_BIAS)
-    problem, given = call.problem, call.inputs
+def pack_parameters(call: CudaCall) -> CudaCall:
+    """Weight and bias in the order in which the fused kernels read them, and the weight as cuBLAS does, once a call."""
+    if SLABS not in call.kept:
+        _pack(call)
+    return dataclasses.replace(call, weight=call.kept.get(MULTIPLIED, call.weight))
+
+
+def _pack(call: CudaCall) -> None:
+    kept, problem, given = call.kept, call.problem, call.inputs
+    for part in (SLABS, PANEL_BIAS, MULTIPLIED):
+        if part in call.plan.account:
+            kept[part] = call.take(part)
     record = np.zeros(1, PACK_RECORD)
     fill(
         record,
         {
             "weight": given.weight.pointer,
             "bias": given.bias.pointer if given.bias is not None else 0,
-            "slabs": slabs.pointer,
-            "panel_bias": panel_bias.pointer,
+            "slabs": kept[SLABS].pointer,
+            "panel_bias": kept[PANEL_BIAS].pointer,
+            "multiplied": kept[MULTIPLIED].pointer if MULTIPLIED in kept else 0,
             "keep": 1 / problem.options.keep_scale,
         },
     )
     spec = pack_spec(problem.dtype, problem.parameter_dtype, problem.joint_width, problem.vocabulary)
-    chunks = slabs.shape[0] * slabs.shape[1] // 8
+    chunks = math.prod(kept[SLABS].shape) // 8
     call.run(spec, "pack", (-(-chunks // THREADS),), (THREADS,), record)
 
 

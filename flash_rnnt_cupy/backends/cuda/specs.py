@@ -174,6 +174,7 @@ PACK_RECORD = _record(
     ("bias", "pointer"),
     ("slabs", "pointer"),
     ("panel_bias", "pointer"),
+    ("multiplied", "pointer"),
     ("keep", "acc"),
 )
 

@@ -45,6 +45,7 @@ SLICE_COLUMNS = 128  # that it sums at once: kSlice
 SHORT_SUM, LONG_SUM = 16, 128  # rows, from which a sum has a warp for each slice of columns, and a block
 SUM_COLUMNS = 256  # columns of a block of bias sums: 32 lanes x 8
 WARPS = THREADS // 32
+MULTIPLIED, ADDED = "weight as multiplied", "bias as added"  # parts of the account
 MAX_GRID_Y = 65_535
 FORWARD_BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -121,29 +122,24 @@ def begin(
     allocate: Allocate,
     kept: Mapping[str, DeviceArray],
 ) -> CudaCall:
-    """Uploads the index tables and brings weight and bias to the dtypes in which they are used."""
+    """Uploads the index tables."""
     made, words = dict(kept), tables.index_words(plan.problem, plan.rows.packing)
     if "index tables" not in made:
         made["index tables"] = allocate(plan.account["index tables"])
         arrays = tables.index_tables(plan.rows, inputs)
         driver.upload([arrays[name] for name in words], made["index tables"])
     table = tables.addresses(words, made["index tables"].pointer)
-    call = CudaCall(driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias)
-    return dataclasses.replace(
-        call,
-        weight=_as_used(call, inputs.weight, "weight as multiplied"),
-        bias=_as_used(call, inputs.bias, "bias as added"),
-    )
+    return CudaCall(driver, multiprocessors, plan, inputs, allocate, plan.rows, table, made, inputs.weight, inputs.bias)
 
 
-def _as_used(call: CudaCall, given: DeviceArray | None, part: str) -> DeviceArray | None:
-    """Weight or bias in the dtype of the account's part, if there is one."""
-    if given is None or part not in call.plan.account:
-        return given
-    if part not in call.kept:
-        call.kept[part] = call.take(part)
-        _convert(call, given, call.kept[part], None)
-    return call.kept[part]
+def convert_parameters(call: CudaCall) -> CudaCall:
+    """Brings weight and bias to the dtypes in which they are used, where they have others."""
+    for part, given in ((MULTIPLIED, call.weight), (ADDED, call.bias)):
+        if given is not None and part in call.plan.account and part not in call.kept:
+            call.kept[part] = call.take(part)
+            _convert(call, given, call.kept[part], None)
+    weight, bias = call.kept.get(MULTIPLIED, call.weight), call.kept.get(ADDED, call.bias)
+    return dataclasses.replace(call, weight=weight, bias=bias)
 
 
 def _convert(call: CudaCall, source: DeviceArray, target: DeviceArray, scale: int | None) -> None:
@@ -233,7 +229,7 @@ def _joint_launch(
             "predictor_carry": _pointer(call.predictor_carry),
             "grad_scale": call.grad_scale,
             "tile_rows": call.plan.tile_rows,
-            "predictor_carry_size": int(call.rows.packing.states_b.max(initial=1)) * problem.joint_width,
+            "predictor_carry_size": call.rows.packing.max_states * problem.joint_width,
         },
     )
     call.launches[key] = Launch(call.driver, spec, entry, record)

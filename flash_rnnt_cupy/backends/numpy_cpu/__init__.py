@@ -21,8 +21,7 @@ from flash_rnnt_cupy.problem import Inputs, Problem
 
 def _scratch(problem: Problem, packing: Packing, gradients: frozenset[str]) -> tuple[Part, ...]:
     """Temporaries of the stages, by count of the code."""
-    longest = int(packing.states_b.max(initial=1))
-    frontier = (recursion.FRONTIER_ARRAYS, problem.batch, longest)
+    frontier = (recursion.FRONTIER_ARRAYS, problem.batch, packing.max_states)
     parts = [
         Part("recursion frontier", frontier, "float64", Life.TILE),
         Part("stage temporaries", (TEMPORARIES, SCRATCH_BYTES // 4), "float32", Life.TILE),

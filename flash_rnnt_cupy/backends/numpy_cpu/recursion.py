@@ -80,14 +80,14 @@ def _n_diagonals(call: NumpyCall) -> int:
 
 
 def _ring(call: NumpyCall) -> Array:
-    longest = int(call.packing.states_b.max(initial=1))
+    longest = call.packing.max_states
     return np.full((call.problem.topology.reach + 1, call.problem.batch, longest), -np.inf)
 
 
 def _nodes(call: NumpyCall, d: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
     """Diagonal d as [B, max U1]: which (b, u) are nodes, and their numbers (0 where they are not)."""
     packing = call.packing
-    u = np.arange(packing.states_b.max(initial=1))[None]
+    u = np.arange(packing.max_states)[None]
     t = d - u
     live = (t >= 0) & (t < packing.frames_b[:, None]) & (u < packing.states_b[:, None])
     node = packing.node_start_b[:-1, None] + t * packing.states_b[:, None] + u
