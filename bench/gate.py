@@ -18,7 +18,10 @@ class Refused(Exception):  # noqa: N818  it says what happened
 
 
 def exact(batch: Batch) -> Numbers:
-    """Losses [B] and gradients of their mean, by the definition, from the inputs as the states' dtype rounds them."""
+    """Losses [B] and gradients of their mean, by the definition, from the inputs as the states' dtype rounds them.
+
+    In host memory: the device's is measured.
+    """
     leaves = [leaf.detach().to(batch.encoder.dtype).double().requires_grad_() for leaf in batch.leaves[:3]]
     encoder, predictor, weight = leaves
     bias = batch.bias.detach().double().requires_grad_()
@@ -31,7 +34,7 @@ def exact(batch: Batch) -> Numbers:
         losses.append(-_log_likelihood(scores, int(batch.frames[b]), int(batch.labels[b])))
     stacked = torch.stack(losses)
     gradients = torch.autograd.grad(stacked.mean(), [*leaves, bias])
-    return dict(zip(ALLOWED, (stacked.detach(), *gradients), strict=True))
+    return {name: number.cpu() for name, number in zip(ALLOWED, (stacked.detach(), *gradients), strict=True)}
 
 
 def _log_likelihood(scores: Tensor, T: int, U: int) -> Tensor:
