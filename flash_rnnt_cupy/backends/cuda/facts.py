@@ -71,14 +71,14 @@ class Diagonals(NamedTuple):
 def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonals:
     """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD."""
     columns = len(problem.topology.columns) * ITEMSIZE[accumulator_dtype(problem.dtype)]
-    return _diagonals(shared_bytes, packing.max_states, problem.topology.reach, columns)
+    return _diagonals(shared_bytes, packing.max_states, problem.topology.reach, columns, PERIOD)
 
 
 @functools.lru_cache(256)
-def _diagonals(shared_bytes: int, max_states: int, reach: int, columns: int) -> Diagonals:
-    """``columns``: bytes of a node's."""
+def _diagonals(shared_bytes: int, max_states: int, reach: int, columns: int, longest: int) -> Diagonals:
+    """``columns``: bytes of a node's; ``longest``: period."""
     least = _power_of_two(reach)
-    period = wanted = max(PERIOD, least)
+    period = wanted = max(longest, least)
     unit = max(wanted, 32)
     threads = min(-(-max_states // unit) * unit, MAX_THREADS)
     pitch = max(max_states, threads) + 2
