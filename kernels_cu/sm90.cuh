@@ -131,6 +131,11 @@ __device__ __forceinline__ uint4 load_16(const uint4* from) {  // of memory that
                : "l"(from));
   return x;
 }
+__device__ __forceinline__ void store_16(void* to, uint4 x, bool wanted) {  // never a branch
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(to),
+               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(static_cast<u32>(wanted))
+               : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 to, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
