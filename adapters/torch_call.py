@@ -8,10 +8,10 @@ an exception.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,14 +154,14 @@ class Call:
         weight = torch.tensor(self._common_weight, dtype=torch.float64)  # on the host: one operation with it
         return (grad * weight).expand(len(self.weights_b))
 
-    @cached_property
+    @functools.cached_property
     def _common_weight(self) -> float | None:
         """The weight of every utterance, if all have the same: no array has to go to the device then."""
         weights_b = self.weights_b
         same = weights_b is not None and len(weights_b) > 0 and bool((weights_b == weights_b[0]).all())
         return float(weights_b[0]) if weights_b is not None and same else None
 
-    @cached_property
+    @functools.cached_property
     def _saved(self) -> list[Part]:
         """Parts that stand in the stash's one block of memory."""
         return [part for part in self.plan.account.parts if part.life is Life.SAVED and part.name not in TILE_PARTS]
@@ -236,8 +236,13 @@ class Call:
         return Inputs(self.targets, **ready)
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
 
 
 def _facts(name: str, tensor: Tensor) -> Facts:
@@ -304,7 +309,7 @@ def _buffers_in(block: Tensor, parts: Sequence[Part]) -> dict[str, Buffer]:
 
 def _aligned_bytes(part: Part) -> int:
     """Bytes from a part's beginning to the next one's."""
-    return part.nbytes + -part.nbytes % ALIGNMENT
+    return -(-part.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _allocator(device: torch.device, ready: Mapping[str, Buffer]) -> Allocate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class DeviceArray(NamedTuple):
         return DeviceArray(self.pointer, (*self.shape[:-1], n_columns), self.dtype, self.strides, self.owner)
 
 
+@functools.lru_cache(1024)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a C-contiguous array."""
     strides, step = [], 1
