@@ -8,10 +8,10 @@ an exception.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,27 +141,24 @@ class Call:
         if self.weights_b is None:
             return losses
         weight = self._common_weight
-        if weight is None:
-            return (losses * self.weights(losses)).sum()
-        return losses.mean() if weight == 1 / len(losses) else losses.sum() * weight
+        return (losses * (self.weights(losses) if weight is None else weight)).sum()
 
     def upstream(self, grad: Tensor) -> Tensor:
         """Gradients of the losses [B], in float64, from that of what `reduce` gives."""
         if self.weights_b is None:
             return grad.to(torch.float64)
-        if self._common_weight is None:
-            return grad.to(torch.float64) * self.weights(grad.new_empty(0, dtype=torch.float64))
-        weight = torch.tensor(self._common_weight, dtype=torch.float64)  # on the host: one operation with it
-        return (grad * weight).expand(len(self.weights_b))
+        weight = self._common_weight
+        weighted = (grad * (self.weights(grad) if weight is None else weight)).to(torch.float64)
+        return weighted.expand(len(self.weights_b))
 
-    @functools.cached_property
+    @cached_property
     def _common_weight(self) -> float | None:
         """The weight of every utterance, if all have the same: no array has to go to the device then."""
         weights_b = self.weights_b
         same = weights_b is not None and len(weights_b) > 0 and bool((weights_b == weights_b[0]).all())
         return float(weights_b[0]) if weights_b is not None and same else None
 
-    @functools.cached_property
+    @cached_property
     def _saved(self) -> list[Part]:
         """Parts that stand in the stash's one block of memory."""
         return [part for part in self.plan.account.parts if part.life is Life.SAVED and part.name not in TILE_PARTS]
@@ -236,13 +233,8 @@ class Call:
         return Inputs(self.targets, **ready)
 
 
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtype_name(tensor: Tensor) -> str:
-    return _name_of(tensor.dtype)
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _facts(name: str, tensor: Tensor) -> Facts:
