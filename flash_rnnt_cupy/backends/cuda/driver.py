@@ -173,36 +173,40 @@ class _Staging:
     def upload(self, arrays: Sequence[npt.NDArray[Any]], device: DeviceArray) -> None:
         import cupy  # noqa: PLC0415  CuPy is imported on demand
 
-        with self._lock:
-            while self._in_flight and self._in_flight[0][0].done:
-                self._in_flight.popleft()  # back to CuPy's pool
         nbytes = sum(whole_words(array.nbytes) for array in arrays)
         memory = cupy.cuda.alloc_pinned_memory(nbytes)
         pieces = [piece for array in arrays for piece in (array.view(np.uint8), _GAP[: -array.nbytes % 8])]
         np.concatenate(pieces, out=np.frombuffer(memory, np.uint8, nbytes))
+        self._copy(memory, device.pointer, memory.ptr, nbytes, cupy.cuda.runtime.memcpyHostToDevice)
+
+    def download(self, device: DeviceArray) -> Callable[[], npt.NDArray[Any]]:
+        import cupy  # noqa: PLC0415  CuPy is imported on demand
+
+        memory = cupy.cuda.alloc_pinned_memory(device.nbytes)  # lives as long as the array that is returned
+        kind = cupy.cuda.runtime.memcpyDeviceToHost
+        copied = self._copy(memory, memory.ptr, device.pointer, device.nbytes, kind)
+
+        def wait() -> npt.NDArray[Any]:
+            copied.synchronize()
+            return np.frombuffer(memory, device.dtype, math.prod(device.shape)).reshape(device.shape)
+
+        return wait
+
+    def _copy(self, memory: Any, target: int, source: int, nbytes: int, kind: int) -> Any:
+        """Begins to copy; the event of its end. Until then ``memory`` is held, even if an error ends the call."""
+        import cupy  # noqa: PLC0415  CuPy is imported on demand
+
         stream = cupy.cuda.get_current_stream()
-        runtime = cupy.cuda.runtime
-        runtime.memcpyAsync(device.pointer, memory.ptr, nbytes, runtime.memcpyHostToDevice, stream.ptr)
-        self._in_flight.append((stream.record(), memory))
+        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
+        copied = stream.record()
+        with self._lock:
+            while self._in_flight and self._in_flight[0][0].done:
+                self._in_flight.popleft()  # back to CuPy's pool
+            self._in_flight.append((copied, memory))
+        return copied
 
 
 _staging = _Staging()
-
-
-def _download(device: DeviceArray) -> Callable[[], npt.NDArray[Any]]:
-    import cupy  # noqa: PLC0415  CuPy is imported on demand
-
-    memory = cupy.cuda.alloc_pinned_memory(device.nbytes)  # lives as long as the array that is returned
-    stream = cupy.cuda.get_current_stream()
-    runtime = cupy.cuda.runtime
-    runtime.memcpyAsync(memory.ptr, device.pointer, device.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-    copied = stream.record()
-
-    def wait() -> npt.NDArray[Any]:
-        copied.synchronize()
-        return np.frombuffer(memory, device.dtype, math.prod(device.shape)).reshape(device.shape)
-
-    return wait
 
 
 def _zero(device: DeviceArray) -> None:
@@ -224,4 +228,4 @@ def allocate(part: Part) -> DeviceArray:
     return DeviceArray(array.data.ptr, part.shape, part.dtype, contiguous_strides(part.shape), array)
 
 
-CUPY = Driver(_kernel, _gemm, _staging.upload, _download, _zero)
+CUPY = Driver(_kernel, _gemm, _staging.upload, _staging.download, _zero)
