@@ -1,4 +1,4 @@
-// What       types, 8-wide loads and stores, warp and block reductions shared by all kernels
+// What       types, 8-wide loads and stores, reductions of a warp, shared by all kernels
 // Constants  set by the launcher:
 //   STATE, WORK, PARAMETER, ACCUMULATOR   element types of states or caller's logits, of a tile, of weight and
 //                                         bias, of sums and the lattice

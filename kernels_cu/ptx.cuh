@@ -27,7 +27,7 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-// 2^x and log2(x) by the special function unit: 2 ulp, subnormals flushed to zero.
+// 2^x by the special function unit: 2 ulp, subnormals flushed to zero.
 __device__ __forceinline__ float exp2_unit(float x) {
 #ifdef FRNNT_CPU_SHIM
   return exp2f(x);

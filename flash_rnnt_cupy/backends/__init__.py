@@ -57,7 +57,9 @@ class Backend:
                                                    may still have to find
     start_backward(call, grad_losses) -> call      the same call with upstream gradients [B]
     rows_in_work(call) -> call, dropped            the same call with call.rows found, which may wait for the device;
-                                                   posterior mass of the rows left out
+                                                   posterior mass of the rows left out. Before it the stages of a tile
+                                                   are called once with one that has no rows, 0 of 0 frames: to make
+                                                   ready what they can, and change nothing
     normalize_backward(call, tile, logits, lattice, grad_logits, grad_bias)
                                                    grad_logits may be logits; grad_bias None or added to
     grad_scores(call, tile, lattice, hidden, active, grad_logits, grad_bias)

@@ -71,7 +71,8 @@ def _gemm(
 def _upload(arrays: Sequence[Array], device: DeviceArray) -> None:
     target = device.pointer
     for array in arrays:
-        ctypes.memmove(target, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        assert array.flags.c_contiguous, "the driver takes bytes as they lie"
+        ctypes.memmove(target, array.ctypes.data, array.nbytes)
         target += -(-array.nbytes // 8) * 8
 
 

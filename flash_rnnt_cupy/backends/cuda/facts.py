@@ -13,7 +13,7 @@ from flash_rnnt_cupy.topology import RNNT
 
 BLOCKS_PER_MULTIPROCESSOR = 2  # of normalize_backward; each keeps partial sums of the bias gradient
 MAX_THREADS = 1024
-PERIOD = 16  # anti-diagonals; alpha is kept of one in so many
+PERIOD = 16  # anti-diagonals; alpha is kept of one in so many, or of more where shared memory is short
 
 # Of the fused kernels, see fused.cuh.
 STRIP_ROWS, PANEL_COLUMNS, SLAB_COLUMNS = 128, 128, 64
@@ -54,7 +54,7 @@ class Diagonals(NamedTuple):
     """How the recursion keeps its sums.
 
     threads     of a block
-    pitch       from a diagonal to the next: its states, and one on either side
+    pitch       from a diagonal to the next: its states, at least as many as threads, and one on either side
     period      a power of two: alpha is kept of ``reach`` diagonals in every ``period``, and computed anew a period
                 at a time
     words       of 8 bytes that a block needs: sums of a period and what is next to it, columns of two periods
@@ -69,7 +69,10 @@ class Diagonals(NamedTuple):
 
 
 def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonals:
-    """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD."""
+    """The longest period up to PERIOD that fits shared memory; where none does, global memory holds PERIOD.
+
+    So it does where the period that fits would keep alpha of every diagonal: it is faster then, too.
+    """
     columns = len(problem.topology.columns) * ITEMSIZE[accumulator_dtype(problem.dtype)]
     return _diagonals(shared_bytes, packing.max_states, problem.topology.reach, columns, PERIOD)
 
@@ -77,8 +80,10 @@ def diagonals(shared_bytes: int, problem: Problem, packing: Packing) -> Diagonal
 @functools.lru_cache(256)
 def _diagonals(shared_bytes: int, max_states: int, reach: int, columns: int, longest: int) -> Diagonals:
     """``columns``: bytes of a node's; ``longest``: period."""
-    least = _power_of_two(reach)
-    period = wanted = max(longest, least)
+    all_kept = _power_of_two(reach)
+    period = wanted = max(longest, all_kept)
+    least = min(2 * all_kept, wanted)
+    assert wanted <= MAX_THREADS, "a period divides the threads of a block"
     unit = max(wanted, 32)
     threads = min(-(-max_states // unit) * unit, MAX_THREADS)
     pitch = max(max_states, threads) + 2

@@ -550,7 +550,7 @@ def start_backward(call: CudaCall, grad_losses_b: DeviceArray) -> CudaCall:
 
 
 def rows_in_work(call: CudaCall) -> tuple[CudaCall, float]:
-    """The same call, and the posterior mass of the rows left out; waits for the device if there are any."""
+    """The same call, and the posterior mass of the rows left out; waits for the device if it selects them."""
     if call.selected is None:
         return call, 0.0
     rows, dropped = tables.band_rows(call.plan.rows.packing, call.selected())
