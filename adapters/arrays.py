@@ -131,7 +131,7 @@ def host_integers(name: str, value: Any) -> npt.NDArray[np.int64]:
 
     From a GPU it is copied, which waits for the stream.
     """
-    if isinstance(value, np.ndarray) and value.dtype in (np.int32, np.int64):
+    if isinstance(value, np.ndarray) and value.dtype in (np.int32, np.int64):  # what most calls give
         return np.asarray(value, np.int64)
     opened = open_array(name, value)
     empty_list = opened.array.size == 0 and isinstance(value, (list, tuple))  # NumPy makes it float64

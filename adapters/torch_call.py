@@ -258,9 +258,12 @@ def _host(values: Mapping[str, Any]) -> list[Integers]:
 
 
 def _shown(value: Any) -> Any:
-    """A tensor's memory as a NumPy array, which costs a tenth of DLPack; wrappers of torch.func have none to show."""
+    """An integer tensor's memory as a NumPy array, sooner than DLPack gives it; what has none to show stays as it is.
+
+    That are wrappers of torch.func (RuntimeError) and sparse tensors (TypeError).
+    """
     if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64):
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, TypeError):
             return value.numpy()
     return value
 

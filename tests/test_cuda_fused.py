@@ -119,13 +119,18 @@ class Launches:
         return self.array(part.shape, part.dtype)
 
 
-def test_the_launches_of_a_fused_step() -> None:
-    device, case = Launches(), problem(V=5000, dropout=0.1, seed=3)
-    plan = make_plan(case, H200, 20_000)
+def forward_on(device: Launches, case: Problem) -> pipeline.Saved:
+    """A forward step in tiles of 20,000 rows."""
     states = {name: device.array(shape, case.dtype_of(name)) for name, shape in case.shapes.items()}
     inputs = Inputs(np.zeros((2, 100), np.int64), **states)
-    _, saved = pipeline.forward(plan, inputs, device.backend, device.allocate)
-    assert [name for name in device.names if name != "convert"] == ["pack", "score", "sum_alignments", "losses"]
+    return pipeline.forward(make_plan(case, H200, 20_000), inputs, device.backend, device.allocate)[1]
+
+
+def test_the_launches_of_a_fused_step() -> None:
+    device, case = Launches(), problem(V=5000, dropout=0.1, seed=3)
+    saved = forward_on(device, case)
+    plan = saved.plan
+    assert device.names == ["pack", "score", "sum_alignments", "losses"]
     assert device.grids["score"] == {132}
     assert device.records["score"]["n_nodes"] == 500 * 101 + 400 * 91
     assert device.records["score"]["threshold"] == 6554
@@ -143,6 +148,36 @@ def test_the_launches_of_a_fused_step() -> None:
     assert device.grids["grad_scores"] == {132}
     assert gradients.encoder.shape == case.shapes["encoder"]
     assert gradients.rows == gradients.nodes == plan.rows.n_rows
+
+
+class Selects(Launches):
+    """One that keeps 25,000 rows, 50 a frame of the first utterance, and drops a quarter."""
+
+    def download(self, array: DeviceArray) -> Any:
+        self.names.append("download")
+        words = np.zeros(array.shape[0], np.int64)
+        words[1:901] = np.minimum(50 * np.arange(1, 901), 25_000)
+        words[-1:].view(np.float64)[:] = 0.25
+
+        def wait() -> np.ndarray:
+            self.names.append("wait")
+            return words
+
+        return wait
+
+
+def test_a_step_that_selects_rows_waits_once_before_its_first_tile() -> None:
+    device, case = Selects(), problem(dropout=0.1, seed=3, min_occupancy=1e-7)
+    saved = forward_on(device, case)
+    device.names.clear()
+    gradients = pipeline.backward(saved, device.array((2,), "float64"), frozenset(case.shapes))
+    tile = ["grad_scores", "gemm", "gemm", "joint_backward"]
+    chosen = ["posteriors", "select_rows", "start_rows", "download", "split_upstream", "wait"]
+    assert device.names == [*chosen, *tile, tile[0], "bias_add", *tile[1:], "convert", "convert"]
+    assert (gradients.rows, gradients.dropped_posterior) == (25_000, 0.25)
+    for table in ("lo_f", "row_start_f"):
+        written, read = device.records["select_rows"][table], device.records["grad_scores"]["rows"][table]
+        assert written == read != device.records["score"]["rows"][table]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

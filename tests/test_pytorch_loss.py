@@ -253,6 +253,7 @@ def test_user_errors() -> None:
         ({"encoder": encoder.to(torch.float8_e5m2)}, InputTypeError, "encoder: .* got float8_e5m2"),
         ({"bias": problem.bias.float()}, InputTypeError, "bias: expected float64, as weight, got float32"),
         ({"targets": problem.targets.to(torch.uint8)}, InputTypeError, "targets: expected int32 or int64, got uint8"),
+        ({"targets": problem.targets.to_sparse()}, InputTypeError, "targets: .* got .*layout"),
         ({"frames": problem.frames.float()}, InputTypeError, "encoder_lengths: expected int32 or int64, got float32"),
         ({"frames": [4, 0, 3]}, InputError, "encoder_lengths: expected at least 1, got 0 at utterance 1"),
         ({"targets": problem.targets + V}, InputError, "targets: .* at utterance 0, position 0"),
